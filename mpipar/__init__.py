@@ -1,0 +1,1 @@
+"""mpipar: distributed training for people without GPUs (MPI, NumPy, Numba)."""
