@@ -58,7 +58,7 @@ def main(function, *arguments):
             print(code, file=sys.stderr)
             code = 1
     except BaseException as error:
-        _report(error)
+        _report(error.with_traceback(error.__traceback__.tb_next))         # without this frame
     code = int(code or 0)
     _leave(code)
     sys.exit(code)
@@ -146,9 +146,11 @@ def _only_the_lowest(code):
     notices = _guard.notices
     with contextlib.suppress(Exception):            # whatever is wrong with MPI, the job has to end
         notices.send(FAILED, code)
-        time.sleep(0.1)
-        if any(rank < notices.rank and notice.kind == FAILED for rank, notice in notices.collect().items()):
-            time.sleep(3)
+        for _ in range(20):
+            time.sleep(0.01)
+            if any(rank < notices.rank and notice.kind == FAILED for rank, notice in notices.collect().items()):
+                time.sleep(3)
+                break
 
 
 def _abort(code):
