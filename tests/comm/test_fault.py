@@ -5,7 +5,10 @@ from mpipar.comm import fault
 from tests.helpers.jobs import run_job
 
 
-@pytest.mark.parametrize("text", ["explode", "raise:rank", "raise:rank=two", "raise:rank=-1", "raise:point=lunch", "raise:colour=1"])
+@pytest.mark.parametrize(
+    "text",
+    ["explode", "raise:rank", "raise:rank=two", "raise:rank=-1", "raise:point=lunch", "raise:colour=1"],
+)
 def test_malformed(monkeypatch, text):
     monkeypatch.setenv("MPIPAR_FAULT", text)
     with pytest.raises(ValueError, match="MPIPAR_FAULT=.*valid are"):
@@ -29,7 +32,7 @@ def test_kinds_and_points(monkeypatch):
         fault.inject("data", rank=0)
     assert caught.value.code == 5
     monkeypatch.setenv("MPIPAR_FAULT", "raise:point=import,rank=4")
-    for variable in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):       # before MPI has started the launcher says who we are
+    for variable in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):       # before MPI starts the launcher says who we are
         monkeypatch.setenv(variable, "4")
     with pytest.raises(fault.InjectedFault):
         fault.inject("import")
