@@ -1,0 +1,4 @@
+"""Optimizers."""
+from .plain import adamw, sgd
+
+__all__ = ["adamw", "sgd"]
