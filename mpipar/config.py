@@ -103,7 +103,7 @@ class Config:
     """Print nothing but errors."""
 
     def resolved(self, ranks: int) -> "Config":
-        """The configuration with every default that depends on the others filled in; ValueError if sizes don't fit."""
+        """The configuration with every default that depends on the others filled in."""
         gpt = self.model == "gpt"
         tp = self.tp if self.tp is not None else (2 if ranks % 4 == 0 and ranks % (2 * self.pp) == 0 else 1)
         dp = self.dp if self.dp is not None else max(ranks // max(tp * self.pp, 1), 1)
@@ -112,17 +112,15 @@ class Config:
         micro = self.micro_batches
         if micro is None:
             micro = 1 if self.pp == 1 else max(min(2 * self.pp, rows), 1)
-        full = dataclasses.replace(
+        return dataclasses.replace(
             self, tp=tp, dp=dp, global_batch=batch, micro_batches=micro,
             dim=self.dim if self.dim is not None else (128 if gpt else 1024),
             lr_min=self.lr_min if self.lr_min is not None else self.lr / 10,
         )
-        full.check()
-        return full
 
     def check(self) -> None:
-        """Refuse numbers that can't be meant, whatever the mesh; ValueError names what would do."""
-        for name in ("layers", "dim", "heads", "seq", "vocab", "global_batch", "micro_batches", "pp", "tp", "dp"):
+        """Refuse numbers that can't be meant (of a resolved configuration); ValueError names what would do."""
+        for name in ("layers", "dim", "heads", "seq", "vocab", "global_batch", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} is not valid: it must be at least 1")
         for name in ("steps", "warmup", "eval_every", "eval_steps", "generate", "clip", "weight_decay", "seed"):
@@ -211,11 +209,19 @@ def as_flag(key: str, value) -> list[str]:
 
 
 def from_flags(arguments: list[str], default: Config) -> Config:
-    """Parse flags over defaults; the parser's own message becomes the one line of a ValueError."""
+    """Parse flags over defaults; ValueError as `one_line_cli`."""
+    return one_line_cli(Config, arguments, prog="python -m mpipar.train", default=default)
+
+
+def one_line_cli(kind, arguments: list[str], *, prog: str, **options):
+    """Parse flags into a dataclass; the parser's own message becomes the one line of a ValueError.
+
+    --help prints the options and raises SystemExit(0).
+    """
     caught = io.StringIO()
     try:
         with redirect_stderr(caught), redirect_stdout(caught):
-            return tyro.cli(Config, args=arguments, default=default, prog="python -m mpipar.train")
+            return tyro.cli(kind, args=arguments, prog=prog, **options)
     except SystemExit as error:
         if not error.code:
             print(caught.getvalue(), end="")
@@ -224,8 +230,11 @@ def from_flags(arguments: list[str], default: Config) -> Config:
 
 
 def one_line(message: str) -> str:
-    """A message drawn in a box, over several lines and with colours, as one plain line."""
+    """The parser's message, drawn in a box over several lines, as one plain line with the flags that come near."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", message)
-    words = re.sub(r"[─│╭╮╰╯┌┐└┘]+", " ", plain).split()
-    text = " ".join(words)
-    return text.split(" For full helptext")[0]
+    parts = [" ".join(re.sub(r"[│╭╮╰╯┌┐└┘]+", " ", part).split()) for part in re.split(r"[─-]{5,}", plain)]
+    text = next((part for part in parts[1:] if part), parts[0])
+    if "Perhaps you meant" in plain:
+        near = re.findall(r"--[a-z0-9-]+", plain.split("Perhaps you meant")[1])
+        text += f"; perhaps you meant {', '.join(dict.fromkeys(near))}"
+    return text

@@ -12,14 +12,14 @@ from mpipar.comm.guard import stop_requested
 from mpipar.data.batch import Batch
 from mpipar.engine.gradients import Gradients
 from mpipar.engine.optimizer import SGD, AdamW
-from mpipar.kernels.warm import compile_all
 from mpipar.models.model import MicroBatch, Model
 from mpipar.nn.layer import SampleKeys
 from mpipar.nn.parameter import split_range
-from mpipar.parallel.pipeline.mailbox import Mailbox
-from mpipar.parallel.pipeline.messages import add_messages
+from mpipar.parallel.pipeline.check import check
+from mpipar.parallel.pipeline.mailbox import GroupMailbox
+from mpipar.parallel.pipeline.messages import with_messages
 from mpipar.parallel.pipeline.run import RunResult, run, run_forward
-from mpipar.parallel.pipeline.schedule import SCHEDULES, forward_only
+from mpipar.parallel.pipeline.schedule import build, forward_only
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StepResult:
 class Trainer:
     """Trains a model on a mesh.
 
-    optimizer: AdamW or SGD. schedule: a name in SCHEDULES. micro_batches: into how many parts each replica cuts its
+    optimizer: AdamW or SGD. schedule: a name in `schedule.SCHEDULES`. micro_batches: into how many parts each replica cuts its
     rows, as even as possible. clip: largest norm of the gradient, 0 for no limit. learning_rate: a function of the
     step (from 1), default the optimizer's own lr. ValueError for a schedule that doesn't exist or sizes below 1.
     """
@@ -51,17 +51,14 @@ class Trainer:
         mesh = model.mesh if mesh is None else mesh
         if mesh is not model.mesh:
             raise ValueError("the trainer's mesh is not the model's: build both with the same one")
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule {schedule!r} does not exist: valid are {', '.join(SCHEDULES)}")
-        if micro_batches < 1:
-            raise ValueError(f"micro_batches={micro_batches} is not valid: it must be at least 1")
         self.model, self.mesh = model, mesh
         self.micro_batches, self.clip = micro_batches, clip
         self.learning_rate = learning_rate or (lambda step: optimizer.lr)
-        self.plan = SCHEDULES[schedule](mesh.pp.size, micro_batches)
-        self.instructions = add_messages(self.plan)[mesh.pp.rank]
-        self.forward_instructions = add_messages(forward_only(mesh.pp.size, micro_batches))[mesh.pp.rank]
-        self.mailbox = Mailbox(mesh.pp)
+        self.plan = build(schedule, mesh.pp.size, micro_batches)
+        check(self.plan)
+        self.program = with_messages(self.plan)[mesh.pp.rank]
+        self.forward_program = with_messages(forward_only(mesh.pp.size, micro_batches))[mesh.pp.rank]
+        self.mailbox = GroupMailbox(mesh.pp, model.stages)
         self.optimizer = optimizer.start(model.buffers)
         self.gradients = Gradients(model)
         self.steps_done = 0
@@ -73,7 +70,7 @@ class Trainer:
         inject("step", step=step, rank=self.mesh.rank)
         self.gradients.clear()
         micros = self.split(batch, step)
-        self.last_run = run(self.instructions, self.model.chunks, micros, self.mailbox)
+        self.last_run = run(self.program, self.model.chunks, micros, self.mailbox)
         self.gradients.reduce()
         loss, squares, stop = self._sum_over_ranks(self.last_run.losses, self.gradients.squares())
         norm = math.sqrt(squares)
@@ -86,8 +83,8 @@ class Trainer:
         """The mean loss over some global batches, without dropout and without a change of the model."""
         loss = weight = 0.0
         for batch in batches:
-            losses = run_forward(self.forward_instructions, self.model.chunks, self.split(batch, None), self.mailbox)
-            loss += self._sum_over_ranks(losses, 0.0)[0]
+            done = run_forward(self.forward_program, self.model.chunks, self.split(batch, None), self.mailbox)
+            loss += self._sum_over_ranks(done.losses, 0.0)[0]
             weight += batch.weight
         return loss / weight if weight else math.nan
 
