@@ -40,6 +40,8 @@ def gemm(a, b, out, *, accumulate=False, bias=None):
         bias = plan.no_bias
     if out.size == 0:
         return out
+    if a.shape[1] == 0:
+        return _empty_sum(out, bias, accumulate)
     if settings.threads == 1 or out.size * a.shape[1] < SMALL:
         plan.run(a, b, out, bias, accumulate)
     else:
@@ -115,6 +117,14 @@ def _split(a, b, out, bias, accumulate, threads):
     columns = [n * i // over_n for i in range(over_n + 1)]
     return [(a[r:r2], b[:, c:c2], out[r:r2, c:c2], bias[c:c2], accumulate)
             for r, r2 in zip(rows, rows[1:]) for c, c2 in zip(columns, columns[1:]) if r < r2 and c < c2]
+
+
+def _empty_sum(out, bias, accumulate):
+    if not accumulate:
+        out.fill(0)
+    if bias.size:
+        out += bias
+    return out
 
 
 def _blas(a, b, out, accumulate, bias):
