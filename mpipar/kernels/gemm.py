@@ -71,9 +71,11 @@ class _Plan:
         element = types.float32 if dtype.itemsize == 4 else types.float64
         operand = types.Array(element, 2, "A", readonly=True)
         word = types.int64
+        blocked_product.disable_compile(False)
         blocked_product.compile((element, operand, operand, types.Array(element, 2, "A"),
                                  types.Array(element, 1, "A", readonly=True), types.boolean) + (word,) * 3
                                 + (types.boolean,) + (word,) * 3)
+        blocked_product.disable_compile()  # one form takes arrays of every layout; no others are made for C or F order
 
     def run(self, a, b, out, bias, accumulate):
         m, k = a.shape

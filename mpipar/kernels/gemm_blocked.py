@@ -2,7 +2,7 @@
 
 from .cache import jit
 from .gemm_pack import pack_panel
-from .vector import TILE_ROWS, address, copy_lanes, lanes, size_of, tile
+from .vector import TILE_ROWS, address, lanes, load, size_of, store, tile
 
 
 @jit
@@ -23,9 +23,11 @@ def blocked_product(zero, a, b, out, bias, accumulate, kc, mc, nc, in_place, wor
     bias_step = 0
     if bias.shape[0] > 0:
         bias_step = size
-        for j in range(0, n, vector):
-            pack_panel(zero, address(bias) + j * bias.strides[0], bias.strides[0], 0, min(vector, n - j), 1, vector,
-                       work_bias + j * size)
+        for j in range(n + panel):  # zeros beyond, for the edge tile
+            value = zero
+            if j < n:
+                value = load(zero, address(bias) + j * bias.strides[0])
+            store(value, work_bias + j * size)
     for j0 in range(0, n, nc):
         columns_here = min(nc, n - j0)
         for p0 in range(0, k, kc):
@@ -55,7 +57,7 @@ def blocked_product(zero, a, b, out, bias, accumulate, kc, mc, nc, in_place, wor
                                   panels, base, longer, columns, start, adding)
 
 
-@jit
+@jit(inline=True)
 def _pack_rows(zero, source, a_row, a_k, panels, base, longer, depth, target):
     size = size_of(zero)
     for q in range(panels):
@@ -65,7 +67,7 @@ def _pack_rows(zero, source, a_row, a_k, panels, base, longer, depth, target):
         target += rows * depth * size
 
 
-@jit
+@jit(inline=True)
 def _row_of_tiles(zero, a_panel, b_panel, b_step, c, c_row, depth, panels, base, longer, columns, start, adding):
     # One panel of B against every panel of A: the panel of B stays in the nearest cache.
     size = size_of(zero)

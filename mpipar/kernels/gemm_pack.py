@@ -5,7 +5,7 @@ function serves both operands and every transposition, because a line has a step
 """
 
 from .cache import jit
-from .vector import copy_lanes, lanes, load, size_of, store, transpose_lanes
+from .vector import copy_lanes, lanes, load, size_of, stand_alone, store, transpose_lanes
 
 
 @jit
@@ -15,6 +15,7 @@ def pack_panel(zero, source, line_step, k_step, lines, k, width, target):
     All arguments but zero are addresses, bytes and counts. lines <= width. Up to a vector beyond the panel is overwritten, so
     panels are packed in the order of their addresses. Places i >= lines hold harmless numbers where width is whole vectors.
     """
+    stand_alone(zero)
     size = size_of(zero)
     if line_step == size:
         _copy(zero, source, k_step, lines, k, width, target)
@@ -31,7 +32,7 @@ def pack_panel(zero, source, line_step, k_step, lines, k, width, target):
             store(value, target + (p * width + i) * size)
 
 
-@jit
+@jit(inline=True)
 def _copy(zero, source, k_step, lines, k, width, target):
     # Lines lie side by side in memory already.
     size, vector = size_of(zero), lanes(zero)
@@ -49,7 +50,7 @@ def _copy(zero, source, k_step, lines, k, width, target):
         target += width * size
 
 
-@jit
+@jit(inline=True)
 def _transpose(zero, source, line_step, lines, k, width, target):
     # Each line runs along k. The last group of lines goes first: what it writes beyond the row is then overwritten.
     size, vector = size_of(zero), lanes(zero)

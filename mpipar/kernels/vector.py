@@ -31,7 +31,17 @@ def tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate):
     of a row of b, or 0 for zeros. Each element of c is summed in the order of k, whatever its place in the tile.
     Pass variables, not constants, for `start` and `accumulate`: Numba compiles a constant argument anew.
     """
+    stand_alone(zero)
     _tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate)
+
+
+@intrinsic
+def stand_alone(context, zero):
+    """Keeps LLVM from copying the enclosing function into its callers: the large ones take seconds to compile."""
+    def generate(ctx, builder, signature, arguments):
+        builder.function.attributes.add("noinline")
+        return ctx.get_dummy_value()
+    return types.void(zero), generate
 
 
 @intrinsic
