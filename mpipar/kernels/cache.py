@@ -31,15 +31,17 @@ from numba.core.serialize import dumps
 KEEP_STATES = 8  # directories of older states that stay beside the present one
 
 
-def jit(function=None, *, fastmath=False):
+def jit(function=None, *, fastmath=False, inline=False):
     """Compiles a kernel in Numba's no-Python mode on its first call; the code is kept in this module's store.
 
     The GIL is released, division by zero gives inf as in NumPy, indices are not checked. fastmath: False, True or a set of
-    LLVM flags. Use as `@jit` or `@jit(fastmath=...)`, on functions of a module (not on closures).
+    LLVM flags. inline: for a helper of one or two kernels; it becomes part of its callers and is never compiled by itself,
+    which saves compile time. Use as `@jit` or `@jit(fastmath=...)`, on functions of a module (not on closures).
     """
     if function is None:
-        return functools.partial(jit, fastmath=fastmath)
-    compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False, fastmath=fastmath)(function)
+        return functools.partial(jit, fastmath=fastmath, inline=inline)
+    compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False, fastmath=fastmath,
+                          inline="always" if inline else "never")(function)
     if hasattr(compiled, "_cache"):  # not so under NUMBA_DISABLE_JIT
         compiled._cache = _FunctionStore(function, repr(fastmath))
     return compiled

@@ -22,14 +22,26 @@ LANES = {32: HOST.vector_bytes // 4, 64: HOST.vector_bytes // 8}
 
 
 @jit
-def tile(zero, a, b, c, c_step, k, rows, columns, start, accumulate):
+def tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate):
     """c[rows, columns] = start[columns] + a[k, rows].T @ b[k, columns], added to c if `accumulate`.
 
-    a: packed panel [k, rows], 1 <= rows <= TILE_ROWS. b: packed panel [k, V or 2 V], the second form where columns > V (V the
-    lanes of a vector). c: rows `c_step` bytes apart, unit stride along a row; nothing outside [rows, columns] is touched.
-    start: address of as many elements as a row of b's panel, or 0 for zeros. Each element of c is summed in the order of k.
+    a: packed panel [k, rows], 1 <= rows <= TILE_ROWS. b: k rows `b_step` bytes apart (a packed panel, or a matrix in place),
+    each read in whole vectors: V elements where columns <= V, else 2 V (V the lanes of a vector). c: rows `c_step` bytes
+    apart, unit stride along a row; nothing outside [rows, columns] is touched. start: address of as many elements as are read
+    of a row of b, or 0 for zeros. Each element of c is summed in the order of k, whatever its place in the tile.
+    Pass variables, not constants, for `start` and `accumulate`: Numba compiles a constant argument anew.
     """
-    _tile(zero, a, b, c, c_step, k, rows, columns, start, accumulate)
+    stand_alone(zero)
+    _tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate)
+
+
+@intrinsic
+def stand_alone(context, zero):
+    """Keeps LLVM from copying the enclosing function into its callers: the large ones take seconds to compile."""
+    def generate(ctx, builder, signature, arguments):
+        builder.function.attributes.add("noinline")
+        return ctx.get_dummy_value()
+    return types.void(zero), generate
 
 
 @intrinsic
@@ -47,6 +59,32 @@ def lanes(context, zero):
     def generate(ctx, builder, signature, arguments):
         return ir.Constant(ir.IntType(64), LANES[zero.bitwidth])
     return types.int64(zero), generate
+
+
+@intrinsic
+def size_of(context, zero):
+    """Bytes of one element of zero's type (a constant of the compiled code)."""
+    def generate(ctx, builder, signature, arguments):
+        return ir.Constant(ir.IntType(64), zero.bitwidth // 8)
+    return types.int64(zero), generate
+
+
+@intrinsic
+def load(context, zero, where):
+    """The element at an address."""
+    def generate(ctx, builder, signature, arguments):
+        return _Code(builder, zero).load_element(arguments[1])
+    return zero(zero, types.int64), generate
+
+
+@intrinsic
+def store(context, value, where):
+    """Writes an element (its type is that of the value) to an address."""
+    def generate(ctx, builder, signature, arguments):
+        code = _Code(builder, value)
+        builder.store(arguments[0], code.pointer(arguments[1], code.element))
+        return ctx.get_dummy_value()
+    return types.void(value, types.int64), generate
 
 
 @intrinsic
@@ -92,11 +130,11 @@ def transpose_lanes(context, zero, source, source_step, lines, target, target_st
 
 
 @intrinsic
-def _tile(context, zero, a, b, c, c_step, k, rows, columns, start, accumulate):
+def _tile(context, zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate):
     """The body of `tile`: one loop over k for each number of rows and vectors, chosen by a switch."""
     def generate(ctx, builder, signature, arguments):
         code = _Code(builder, zero)
-        _, a, b, c, c_step, k, rows, columns, start, accumulate = arguments
+        _, a, b, b_step, c, c_step, k, rows, columns, start, accumulate = arguments
         done = builder.append_basic_block("tile_done")
         wide = builder.icmp_signed(">", columns, code.integer(code.width))
         choice = builder.add(rows, builder.select(wide, code.integer(TILE_ROWS), code.integer(0)))
@@ -106,15 +144,15 @@ def _tile(context, zero, a, b, c, c_step, k, rows, columns, start, accumulate):
                 block = builder.append_basic_block(f"tile_{row_count}x{vectors}")
                 switch.add_case(code.integer(row_count + (vectors - 1) * TILE_ROWS), block)
                 builder.position_at_end(block)
-                _tile_of(code, row_count, vectors, a, b, c, c_step, k, columns, start, accumulate)
+                _tile_of(code, row_count, vectors, a, b, b_step, c, c_step, k, columns, start, accumulate)
                 builder.branch(done)
         builder.position_at_end(done)
         return ctx.get_dummy_value()
     i64 = types.int64
-    return types.void(zero, i64, i64, i64, i64, i64, i64, i64, i64, types.boolean), generate
+    return types.void(zero, i64, i64, i64, i64, i64, i64, i64, i64, i64, types.boolean), generate
 
 
-def _tile_of(code, rows, vectors, a, b, c, c_step, k, columns, start, accumulate):
+def _tile_of(code, rows, vectors, a, b, b_step, c, c_step, k, columns, start, accumulate):
     """Emits one tile: [rows x vectors] accumulators live in registers over the loop, then go to C."""
     builder, width, size = code.builder, code.width, code.size
     for i in range(rows):  # C is far away: ask now, use it k steps later
@@ -139,7 +177,7 @@ def _tile_of(code, rows, vectors, a, b, c, c_step, k, columns, start, accumulate
     next_step = builder.add(step, code.integer(1))
     step.add_incoming(next_step, loop)
     at_a.add_incoming(builder.add(at_a, code.integer(rows * size)), loop)
-    at_b.add_incoming(builder.add(at_b, code.integer(vectors * width * size)), loop)
+    at_b.add_incoming(builder.add(at_b, b_step), loop)
     for i in range(rows):
         for j in range(vectors):
             sums[i][j].add_incoming(new[i][j], loop)
