@@ -292,6 +292,6 @@ def dropout(x, out, *, key, step, samples, offset, p):
     for b in range(len(samples)):
         words = philox(counters, row_keys[b])
         word = np.take_along_axis(words, (index & 3)[:, None], axis=1)[:, 0]
-        keep = word >= np.uint64(round(p * 2**32))
+        keep = word >= np.uint64(min(round(p * 2**32), 2**32 - 1))
         out[b] = np.where(keep, x[b] * x.dtype.type(1 / (1 - p)), 0)
     return out
