@@ -69,17 +69,15 @@ def pytest_configure(config):
         config.pluginmanager.getplugin("terminalreporter")._tw._file = open(os.devnull, "w")
     elif launch.REPORTS in os.environ:
         config.pluginmanager.register(Sender(config, os.environ[launch.REPORTS]))
-    same_examples()
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        same_examples()
     RANK.watchdog.watch("the collection of tests", RANK.timeout)
     RANK.watchdog.start()
 
 
 def same_examples():
     """All ranks have to draw the same examples from hypothesis."""
-    try:
-        from hypothesis import settings
-    except ImportError:
-        return
+    from hypothesis import settings
     settings.register_profile("mpi", derandomize=True, database=None, deadline=None)
     settings.load_profile("mpi")
 
