@@ -6,6 +6,7 @@ import dataclasses
 import platform
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from mpipar.comm import guard  # first: whatever fails from here on ends the job on every rank
@@ -120,13 +121,14 @@ def train(run: Run) -> None:
     mesh.world.barrier()
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        with mesh.recording(step == 1) as log:
+        with mesh.record() if step == 1 else nullcontext() as log:  # every step sends the same
             result = trainer.step(run.train.batch(step))
         seconds = time.perf_counter() - started
         rate = throughput.add(seconds)
         bubble.add(trainer)
         if log is not None:
-            sent = {axis: log.sent(axis) for axis in ("tp", "pp", "dp")}
+            by_group = log.sent(by="group")
+            sent = {axis: by_group.get(axis, 0) for axis in ("tp", "pp", "dp")}
         run.metrics.write("step", step=step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr,
                           step_time_s=seconds, **{f"{unit}_per_s": rate})
         progress.step(result, rate)

@@ -10,7 +10,7 @@ from mpipar.parallel.pipeline.simulate import simulate
 
 def predicted_bubble(plan) -> float:
     """The share of the whole time in which a stage is idle if every forward and every backward takes equally long."""
-    return simulate(plan).bubble_of_wall
+    return simulate(plan).bubble
 
 
 class BubbleMeter:
