@@ -55,7 +55,7 @@ def test_examples_of_section_2_4():
     assert row == "rank 0 |F0|F1|F2|F3|  |  |  |  |  |  |B3|B2|B1|B0|"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(2, 4))
 def test_interleaved(ranks, groups, chunks):
     """Chunks of 1/v: the bubble is (P-1)/(vM+P-1) where M is a multiple of P."""
@@ -70,7 +70,7 @@ def test_interleaved_of_the_lecture():
     assert simulate(build("interleaved", 4, 8, 2), Costs(forward=Fraction(1, 2))).bubble == Fraction(3, 19)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 8), st.integers(0, 24))
 def test_zero_bubble(ranks, more):
     """With F = I = W the bubble is a third of 1F1B's, with its largest memory."""

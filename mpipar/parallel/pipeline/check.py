@@ -53,7 +53,7 @@ def check_programs(programs):
 
 
 def live_activations(actions):
-    """Peak number of forwards on one rank whose `B` (or `W`) has not run; 0 if there is no backward at all."""
+    """Peak number of forwards on one rank whose `B` (or `W`) has not run; 0 without any backward."""
     if all(action.kind == "F" for action in actions):
         return 0
     live = peak = 0
@@ -100,8 +100,8 @@ def _check_complete(plan, stages, micro_batches, forward_only):
         for position, action in enumerate(actions):
             other = where.setdefault(action, (rank, position))
             if other != (rank, position):
-                raise ValueError(f"{action} runs twice: as action {other[1]} of rank {other[0]} and as action "
-                                 f"{position} of rank {rank} (counted from 0)")
+                raise ValueError(f"{action} runs twice: as action {other[1]} of rank {other[0]} "
+                                 f"and as action {position} of rank {rank} (counted from 0)")
     if not where:
         raise ValueError("the plan has no action")
     placement(plan)
@@ -184,7 +184,7 @@ def _check_matching(programs):
             producer = next((action for action in _producers(message) if action in home), Action(*message))
             consumer = Action(message[0] + (1 if message[1] == "F" else -1), message[1], message[2])
             raise ValueError(f"the message from {producer} on rank {source} to {consumer} on rank {target}: "
-                             f"sent {sends[name]} time(s), received {receives[name]} time(s); valid: once each")
+                             f"sent {sends[name]} times, received {receives[name]} times; valid: once each")
 
 
 def _producers(message):

@@ -116,8 +116,8 @@ def _instructions(rank, actions, home):
         if position == 0:
             yield from _receive(rank, action, home)
         following = actions[position + 1] if position + 1 < len(actions) else None
-        # A gradient has the shape of the stage's output, which is known once the forward has run: the receive
-        # for the backward of the very micro-batch that runs forward now comes after it, still before its send.
+        # A gradient has the shape of the stage's output, which is known once the forward has run: if the
+        # backward of the same micro-batch is next, its receive comes after the forward, still before the send
         late = (following is not None and action.kind == "F"
                 and (following.stage, following.micro_batch) == (action.stage, action.micro_batch))
         if following is not None and not late:

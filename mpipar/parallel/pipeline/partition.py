@@ -19,8 +19,8 @@ def split_layers(layers, stages, explicit=None):
         return [share + (stage < rest) for stage in range(stages)]
     counts = [int(count) for count in explicit]
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
-        raise ValueError(f"layers per stage {_text(counts)}; valid: {stages} counts of at least 1 that add up to "
-                         f"{layers}, such as {_text(split_layers(layers, stages))}")
+        raise ValueError(f"layers per stage {_text(counts)}; valid: {stages} counts of at least 1 that "
+                         f"add up to {layers}, such as {_text(split_layers(layers, stages))}")
     return counts
 
 

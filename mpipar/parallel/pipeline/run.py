@@ -47,7 +47,7 @@ class RunResult:
 
     @property
     def loss(self):
-        """Sum of the losses, added in the order of the micro-batches whatever the schedule; 0.0 where none is."""
+        """Sum of the losses, in the order of the micro-batches whatever the schedule; 0.0 where none is."""
         return float(sum(self.outputs, 0.0))
 
     @property

@@ -66,7 +66,7 @@ def gpipe(stages, micro_batches, chunks=1):
 
 
 def one_f_one_b(stages, micro_batches, chunks=1):
-    """Fill, then forward and backward in turn: GPipe's time, with min(M, P-s) live micro-batches on rank s."""
+    """Fill, then forward and backward in turn: GPipe's time, but only min(M, P-s) live on rank s."""
     ranks, count, chunks = _sizes(stages, micro_batches, chunks)
     _one_chunk("1f1b", chunks)
     plan = []
@@ -82,7 +82,7 @@ def one_f_one_b(stages, micro_batches, chunks=1):
 
 
 def interleaved(stages, micro_batches, chunks=2):
-    """1F1B over v chunks a rank: groups of P micro-batches pass chunk after chunk; filling takes 1/v of the time.
+    """1F1B over v chunks a rank: groups of P micro-batches pass chunk after chunk; filling takes 1/v as long.
 
     The bubble is (P-1)/(vM+P-1) of the wall time if M is a multiple of P; 2(P-1-r) + (v-1)P + 1 chunks are
     live on rank r (Narayanan et al., 2021). Any M works: it is the plan of the next multiple of P without the
@@ -111,7 +111,7 @@ def interleaved(stages, micro_batches, chunks=2):
 
 
 def zero_bubble(stages, micro_batches, chunks=1):
-    """ZB-H1: 1F1B with a split backward; weight gradients (`W`), for which nobody waits, fill what was bubble.
+    """ZB-H1: 1F1B with a split backward; weight gradients (`W`), for which nobody waits, fill the bubble.
 
     Rank s runs the W of a micro-batch s turns after its I. With F = I = W the bubble is a third of 1F1B's if
     M >= P, and at most P micro-batches are live, as on the first rank of 1F1B (Qi et al., 2023).
@@ -146,7 +146,7 @@ SCHEDULES = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved":
 
 
 def build(name, stages, micro_batches, chunks=1):
-    """The plan of the schedule called `name` (a key of SCHEDULES) for `stages` ranks; ValueError if none is."""
+    """The plan of the schedule `name` (a key of SCHEDULES) for `stages` ranks; else ValueError."""
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}; valid: {', '.join(SCHEDULES)}")
     return SCHEDULES[name](stages, micro_batches, chunks)
