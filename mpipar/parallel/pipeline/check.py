@@ -1,10 +1,10 @@
 """Proves before anything runs that a plan is right; a wrong one raises ValueError that names the two actions.
 
-Right means: every stage runs each micro-batch forward once and backward once (`B`, or `I` and later `W`), in an order
-that the data allow; every send has its receive; and no rank waits for ever, even when a send only completes once its
-receive is posted. The last is decided by executing the programs without computing: receives and sends never block,
-an action blocks until its input has been sent (see `messages`). That machine is monotone: what could run stays able
-to run, so if one order of the ranks reaches the end, every order does.
+Right means: every stage runs each micro-batch forward once and backward once (`B`, or `I` and later `W`), in
+an order that the data allow; every send has its receive; and no rank waits for ever, even when a send only
+completes once its receive is posted. The last is decided by executing the programs without computing:
+receives and sends never block, an action blocks until its input has been sent (see `messages`). That machine
+is monotone: what could run stays able to run, so if one order of the ranks reaches the end, every order does.
 """
 
 from collections import Counter
@@ -29,31 +29,31 @@ class Report:
     messages: int
 
 
-def check(plan, *, stages=None, micro_batches=None):
+def check(plan, *, stages=None, micro_batches=None, forward_only=False):
     """Check a plan and return its Report.
 
-    stages (P*v) and micro_batches: how many there have to be; by default as many as the plan shows. A plan without any
-    backward is a forward-only one. Raises ValueError naming the actions (and ranks) that do not fit together.
+    stages (P*v) and micro_batches: how many there have to be; by default as many as the plan shows.
+    forward_only: the plan has no backward. Raises ValueError naming the actions (and ranks) that do not fit
+    together.
     """
-    _check_complete(plan, stages, micro_batches)
-    programs = with_messages(plan)
-    return check_programs(programs)
+    _check_complete(plan, stages, micro_batches, forward_only)
+    return check_programs(with_messages(plan))
 
 
 def check_programs(programs):
-    """Check the programs of all ranks: order on each rank, matching of messages, no deadlock. Returns the Report."""
+    """Check the programs of all ranks (order on each rank, messages, no deadlock) and return the Report."""
     for program in programs:
         _check_order(program)
     _check_matching(programs)
     execution_order(programs)
-    return Report(programs[0].stages, programs[0].micro_batches,
-                  tuple(tuple(stages) for stages in placement([program.actions for program in programs])),
-                  tuple(live_activations(program.actions) for program in programs),
-                  sum(isinstance(instruction, Send) for program in programs for instruction in program.instructions))
+    plan = [program.actions for program in programs]
+    sends = [isinstance(instruction, Send) for program in programs for instruction in program.instructions]
+    return Report(programs[0].stages, programs[0].micro_batches, tuple(map(tuple, placement(plan))),
+                  tuple(map(live_activations, plan)), sum(sends))
 
 
 def live_activations(actions):
-    """Peak number of forwards on one rank whose backward (`B`, or `W` where it is split) has not run; 0 without any."""
+    """Peak number of forwards on one rank whose `B` (or `W`) has not run; 0 without any backward."""
     if all(action.kind == "F" for action in actions):
         return 0
     live = peak = 0
@@ -93,15 +93,15 @@ def execution_order(programs):
     return order
 
 
-def _check_complete(plan, stages, micro_batches):
+def _check_complete(plan, stages, micro_batches, forward_only):
     """Each action exactly once, none missing."""
     where = {}
     for rank, actions in enumerate(plan):
         for position, action in enumerate(actions):
             other = where.setdefault(action, (rank, position))
             if other != (rank, position):
-                raise ValueError(f"{action} runs twice: as action {other[1]} of rank {other[0]} and as action {position} "
-                                 f"of rank {rank} (counted from 0)")
+                raise ValueError(f"{action} runs twice: as action {other[1]} of rank {other[0]} "
+                                 f"and as action {position} of rank {rank} (counted from 0)")
     if not where:
         raise ValueError("the plan has no action")
     placement(plan)
@@ -112,13 +112,16 @@ def _check_complete(plan, stages, micro_batches):
             extra = next(action for action in where
                          if (action.stage if name == "stages" else action.micro_batch) >= wanted)
             raise ValueError(f"{extra} in a plan of {wanted} {name}; valid {name}: 0 to {wanted - 1}")
-    training = any(action.kind != "F" for action in where)
+    backward = next((action for action in where if action.kind != "F"), None)
+    if forward_only and backward is not None:
+        forward = backward._replace(kind="F")
+        raise ValueError(f"{backward} in a forward-only plan, after {forward}; valid: kind F")
     for stage in range(stages or count):
         for micro in range(micro_batches or micros):
-            _check_cell(where, stage, micro, training)
+            _check_cell(where, stage, micro, forward_only)
 
 
-def _check_cell(where, stage, micro, training):
+def _check_cell(where, stage, micro, forward_only):
     """One stage and one micro-batch: F, and B or both I and W."""
     kinds = {kind: Action(stage, kind, micro) for kind in "FBIW"}
     found = {kind for kind, action in kinds.items() if action in where}
@@ -127,7 +130,7 @@ def _check_cell(where, stage, micro, training):
         if other is None:
             other = next((action for action in where if action.micro_batch == micro), next(iter(where)))
         raise ValueError(f"{kinds['F']} is missing, but {other} is in the plan")
-    if not training:
+    if forward_only:
         return
     if "B" in found and found & {"I", "W"}:
         raise ValueError(f"{kinds['B']} and {kinds[min(found & {'I', 'W'})]} are both in the plan: "
@@ -166,7 +169,7 @@ def _check_order(program):
 
 
 def _check_matching(programs):
-    """Each message is sent once and received once, by the two ranks that name each other; none is left over."""
+    """Each message is sent once and received once, by two ranks that name each other; none is left over."""
     home = {action: program.rank for program in programs for action in program.actions}
     sends, receives = Counter(), Counter()
     for program in programs:
@@ -175,14 +178,13 @@ def _check_matching(programs):
                 sends[instruction[:3], program.rank, instruction.peer] += 1
             elif isinstance(instruction, Receive):
                 receives[instruction[:3], instruction.peer, program.rank] += 1
-    for ours, theirs, verb, other in ((sends, receives, "send", "receive"), (receives, sends, "receive", "send")):
-        for (message, source, target), number in ours.items():
-            if number != 1 or theirs[message, source, target] != 1:
-                producer = next(action for action in _producers(message) + [Action(*message)]
-                                if action in home or action == message)
-                consumer = Action(message[0] + (1 if message[1] == "F" else -1), message[1], message[2])
-                raise ValueError(f"the message from {producer} on rank {source} to {consumer} on rank {target}: "
-                                 f"{number} {verb}(s), {theirs[message, source, target]} {other}(s); valid: one each")
+    for name in [*sends, *receives]:
+        if sends[name] != 1 or receives[name] != 1:
+            message, source, target = name
+            producer = next((action for action in _producers(message) if action in home), Action(*message))
+            consumer = Action(message[0] + (1 if message[1] == "F" else -1), message[1], message[2])
+            raise ValueError(f"the message from {producer} on rank {source} to {consumer} on rank {target}: "
+                             f"sent {sends[name]} times, received {receives[name]} times; valid: once each")
 
 
 def _producers(message):

@@ -1,21 +1,27 @@
 """Mailboxes: what the executor of a pipeline sends and receives through.
 
-A message is named by (stage that produced it, direction "F" or "B", micro-batch), so messages may arrive in any
-order. Both mailboxes have the same methods:
+A message is named by (stage that produced it, direction "F" or "B", micro-batch), so messages may arrive in
+any order. Both mailboxes have the same methods:
 
 - `post(key, source, shape, dtype)`: be ready to receive; returns at once.
 - `take(key)` -> the array, once it has arrived. It belongs to the mailbox: `release` it after its last use.
-- `send(key, to, array)`: start sending; returns at once. The array must not be changed before the send is done.
-- `settle(key)`: wait until that send is done, and forget its array. `progress()`: forget the sends that are done.
+- `send(key, to, array)`: start sending; returns at once. The array must not be changed before the send is
+  done.
+- `settle(key)`: wait until that send is done, and forget its array. `progress()`: forget the sends that are
+  done.
 - `release(array, after=None)`: the array may be used for another receive (`after`: once that send is done).
 - `finish()`: wait for all sends.
 
-`GroupMailbox` speaks over a `Group` of `mpipar.comm`; `ThreadMailbox` joins threads of one process, without MPI.
+`GroupMailbox` speaks over a `Group` of `mpipar.comm`; `ThreadMailbox` joins threads of one process, without
+MPI.
 """
 
 import threading
 
 import numpy as np
+
+
+_TAGS = 32000
 
 
 class Buffers:
@@ -37,8 +43,9 @@ class Buffers:
 class GroupMailbox:
     """Posted receives and non-blocking sends over a group (rank numbers are the group's).
 
-    group: has `send_start(x, to, tag)` and `recv_start(out, source, tag)`, which return a pending operation with
-    `wait()` and `test()`. stages: number of stages in all, for the tags. A mailbox may serve any number of runs.
+    group: has `send_start(x, to, tag)` and `recv_start(out, source, tag)`, which return a pending operation
+    with `wait()` and `test()`. stages: number of stages in all, for the tags. A mailbox may serve any number
+    of runs.
     """
 
     def __init__(self, group, stages):
@@ -87,6 +94,9 @@ class GroupMailbox:
 
     def _tag(self, key):
         stage, direction, micro_batch = key
+        # MPI promises tags up to 32767. Messages of one tag keep their order, so a tag may come again for a
+        # micro-batch so far behind that it is not sent before the first one is received.
+        micro_batch %= max(1, _TAGS // (2 * self._stages))
         return (micro_batch * self._stages + stage) * 2 + (direction == "B")
 
 
@@ -120,8 +130,8 @@ class Exchange:
 class ThreadMailbox:
     """The mailbox of one thread of an `Exchange`.
 
-    Every send is synchronous: it is done when the receiver has taken the message, which copies the array, so that
-    two ranks share no memory.
+    Every send is synchronous: it is done when the receiver has taken the message, which copies the array, so
+    that two ranks share no memory.
     """
 
     def __init__(self, exchange, rank):

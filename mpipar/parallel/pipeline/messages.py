@@ -4,12 +4,12 @@ What the three kinds of instruction mean to whoever executes them:
 
 - `Receive` posts a receive and never blocks;
 - an `Action` waits until its input has arrived, then computes;
-- `Send` starts a send and never blocks. It may complete no earlier than its receive is posted (a synchronous send);
-  all sends are waited for at the end of the program.
+- `Send` starts a send and never blocks. It may complete no earlier than its receive is posted (a synchronous
+  send); all sends are waited for at the end of the program.
 
-So a program can only hang where the actions themselves wait for each other in a circle, and `check` looks for that.
-The receive of the next action is posted before the current one computes, so that its message need not wait for the
-computation to end. Stages on one rank hand their arrays over without a message.
+So a program can only hang where the actions themselves wait for each other in a circle, and `check` looks for
+that. The receive of the next action is posted before the current one computes, so that its message need not
+wait for the computation to end. Stages on one rank hand their arrays over without a message.
 """
 
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ def target_of(action, stages):
 
 
 def message_of(action):
-    """(stage, direction, micro-batch): the name of the message that carries what `action` (F, B or I) produces."""
+    """(stage, direction, micro-batch): names the message with what `action` (F, B or I) produces."""
     return action.stage, "F" if action.kind == "F" else "B", action.micro_batch
 
 
@@ -116,8 +116,8 @@ def _instructions(rank, actions, home):
         if position == 0:
             yield from _receive(rank, action, home)
         following = actions[position + 1] if position + 1 < len(actions) else None
-        # A gradient has the shape of the stage's output, which is known once the forward has run: the receive for
-        # the backward of the very micro-batch that runs forward now comes after it, still before its send.
+        # A gradient has the shape of the stage's output, which is known once the forward has run: if the
+        # backward of the same micro-batch is next, its receive comes after the forward, still before the send
         late = (following is not None and action.kind == "F"
                 and (following.stage, following.micro_batch) == (action.stage, action.micro_batch))
         if following is not None and not late:

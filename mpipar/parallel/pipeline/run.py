@@ -2,17 +2,17 @@
 
 A chunk is the part of the model that one stage holds:
 
-- `chunk.forward(x, micro) -> (y, saved)`: x is None on the first stage; y is an array to be sent on, or on the last
-  stage the sum of the losses of the micro-batch, a float.
-- `chunk.backward(saved, dy, micro, later=None) -> dx`: dy is None on the last stage, dx is ignored on the first.
-  Gradients of weights are added up in the chunk. If `later` is a list, functions without arguments may be appended
-  to it instead, which add them when called.
+- `chunk.forward(x, micro) -> (y, saved)`: x is None on the first stage; y is an array to be sent on, or on
+  the last stage the sum of the losses of the micro-batch, a float.
+- `chunk.backward(saved, dy, micro, later=None) -> dx`: dy is None on the last stage, dx is ignored on the
+  first. Gradients of weights are added up in the chunk. If `later` is a list, functions without arguments may
+  be appended to it instead, which add them when called.
 - `chunk.input_shape(micro)` and `chunk.dtype`: of x, for stages after the first.
 
-`micro` is whatever the caller put in the list of micro-batches. Their sizes may differ and may be zero.
-An array given to a chunk may be kept in `saved` and overwritten there, and is not the chunk's any longer after the
-backward pass of that micro-batch. An array that a chunk returns is not to be changed before the chunk's backward
-pass of that micro-batch (y), or before the run ends (dx).
+`micro` is whatever the caller put in the list of micro-batches. Their sizes may differ and may be zero. An
+array given to a chunk may be kept in `saved` and overwritten there, and is not the chunk's any longer after
+the backward pass of that micro-batch. An array that a chunk returns is not to be changed before the chunk's
+backward pass of that micro-batch (y), or before the run ends (dx).
 """
 
 from dataclasses import dataclass, field
@@ -28,10 +28,10 @@ from mpipar.parallel.pipeline.schedule import Action
 class RunResult:
     """What one rank did.
 
-    outputs: y of the last stage for each micro-batch, in their order (losses in training); empty on ranks without
-    the last stage. timeline: (action, start, end) in seconds on this process's `perf_counter`; waiting is not in it.
-    wall_seconds: of the whole run, waiting included. peak_live: largest number of forwards whose backward (all of
-    it, `W` included) had not ended. messages: number of messages sent.
+    outputs: y of the last stage for each micro-batch, in their order (losses in training); empty on ranks
+    without the last stage. timeline: (action, start, end) in seconds on this process's `perf_counter`;
+    waiting is not in it. wall_seconds: of the whole run, waiting included. peak_live: largest number of
+    forwards whose backward (all of it, `W` included) had not ended. messages: number of messages sent.
     """
 
     outputs: list = field(default_factory=list)
@@ -47,7 +47,7 @@ class RunResult:
 
     @property
     def loss(self):
-        """Sum of the losses, added in the order of the micro-batches whatever the schedule; 0.0 without last stage."""
+        """Sum of the losses, in the order of the micro-batches whatever the schedule; 0.0 where none is."""
         return float(sum(self.outputs, 0.0))
 
     @property
@@ -64,14 +64,15 @@ class RunResult:
 def run(program, chunks, micro_batches, mailbox=None, *, before=None, after=None):
     """Execute a `Program` (of `messages.with_messages`) and return its RunResult.
 
-    chunks: the chunk of each stage of this rank, {stage: chunk}. micro_batches: list of M values, one for each
-    micro-batch. mailbox: see `mailbox`; not needed where nothing is sent. before, after: called as
-    `f(action, last)` around each action, once its input is there; last: no later action of this program has the same
-    stage and kind (so after a last `B` or `W` the gradients of that stage are complete).
-    Raises ValueError if chunks or micro-batches do not belong to the program.
+    chunks: the chunk of each stage of this rank, {stage: chunk}. micro_batches: list of M values, one for
+    each micro-batch. mailbox: see `mailbox`; not needed where nothing is sent. before, after: called as
+    `f(action, last)` around each action, once its input is there; last: no later action of this program has
+    the same stage and kind (so after a last `B` or `W` the gradients of that stage are complete). Raises
+    ValueError if chunks or micro-batches do not belong to the program.
     """
     if len(micro_batches) != program.micro_batches:
-        raise ValueError(f"{len(micro_batches)} micro-batches given; valid for this plan: {program.micro_batches}")
+        raise ValueError(f"{len(micro_batches)} micro-batches given; "
+                         f"valid for this plan: {program.micro_batches}")
     if sorted(chunks) != program.own_stages:
         raise ValueError(f"chunks given for stages {sorted(chunks)}; valid for rank {program.rank}: "
                          f"{program.own_stages}")
@@ -100,10 +101,10 @@ class _Execution:
         self.keep = any(action.kind != "F" for action in program.actions)
         self.last_use = {(action.stage, action.kind): action for action in program.actions}
         self.saved = {}      # (stage, micro-batch) -> what forward saved, received x, shape and dtype of y
-        self.delayed = {}    # (stage, micro-batch) -> functions left for W, received arrays that they may read
+        self.delayed = {}    # (stage, micro-batch) -> functions left for W, arrays that are free after it
         self.local = {}      # message -> array that goes to another stage of this rank
-        self.outgoing = {}   # message -> array that waits for its Send, the very next instruction but receives
-        self.spent = []      # (received array, message that must have been sent before it is used again, or None)
+        self.outgoing = {}   # message -> array that waits for its Send, which follows at once
+        self.spent = []      # (received array, message that must be sent before it is used again, or None)
         self.outputs = {}
         self.result = RunResult()
 
@@ -198,8 +199,8 @@ class _Execution:
     def spend(self, action, made, *arrays):
         """Received arrays that are not needed after `action`, for `self.spent`.
 
-        One of which `made` is a view is free only when `made` has been sent, and not at all (it is left to the
-        garbage collector) when `made` stays on this rank.
+        One of which `made` is a view is free only when `made` has been sent, and not at all (it is left to
+        the garbage collector) when `made` stays on this rank.
         """
         target = target_of(action, self.program.stages)
         spent = []

@@ -1,11 +1,11 @@
-"""Predicts the timeline of a plan for given costs: makespan, bubble, utilisation, critical path, a text picture.
+"""Predicts the timeline of a plan for given costs: makespan, bubble, utilisation, critical path, a picture.
 
-Each rank runs its actions in order; an action starts when its rank is free and its input has arrived; a message of
-n bytes arrives alpha + beta*n after the end of the action that made it and keeps nobody busy. Times are in any unit,
-and are only added and compared: integers and fractions give exact results.
+Each rank runs its actions in order; an action starts when its rank is free and its input has arrived; a
+message of n bytes arrives alpha + beta*n after the end of the action that made it and keeps nobody busy.
+Times are in any unit, and are only added and compared: integers and fractions give exact results.
 
-The bubble has two definitions (lecture 2, sections 2.4 and 4.3), idle time over ideal compute and idle time over wall
-time; for P equal stages and M micro-batches they are (P-1)/M and (P-1)/(M+P-1).
+The bubble has two definitions (lecture 2, sections 2.4 and 4.3), idle time over ideal compute and idle time
+over wall time; for P equal stages and M micro-batches they are (P-1)/M and (P-1)/(M+P-1).
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from mpipar.parallel.pipeline.messages import message_of, source_of, with_messag
 class Costs:
     """Times of the actions of one stage and one micro-batch, and of messages.
 
-    forward, backward, input_grad, weight_grad: one number, or a list with one number a stage. backward may be left out
-    if the halves are given (it is their sum); without any of them it is as long as forward, and the halves are half of
-    it each. alpha: time a message; beta: time a byte; message_bytes: one number, or a list with one for each boundary
-    between stage s and s+1.
+    forward, backward, input_grad, weight_grad: one number, or a list with one number a stage. backward may be
+    left out if the halves are given (it is their sum); without any of them it is as long as forward, and the
+    halves are half of it each. alpha: time a message; beta: time a byte; message_bytes: one number, or a list
+    with one for each boundary between stage s and s+1.
     """
 
     forward: object = 1
@@ -39,7 +39,8 @@ class Costs:
             return _at(self.forward, stage)
         whole, ours, other = self.backward, self.input_grad, self.weight_grad
         if whole is None and (ours is None) != (other is None):
-            raise ValueError("input_grad without weight_grad (or the reverse); valid: both, or backward with either")
+            raise ValueError("input_grad without weight_grad (or the reverse); "
+                             "valid: both, or backward with either")
         if kind == "B":
             if whole is not None:
                 return _at(whole, stage)
@@ -60,9 +61,9 @@ class Costs:
 class Prediction:
     """The timeline of a plan.
 
-    timelines: for each rank a list of (action, start, end). makespan: end of the last action. busy: for each rank the
-    sum of its actions. peak_live: for each rank, see `check.live_activations`. critical_path: actions, each of which
-    had to wait for the one before it, the last being the end of the run.
+    timelines: for each rank a list of (action, start, end). makespan: end of the last action. busy: for each
+    rank the sum of its actions. peak_live: for each rank, see `check.live_activations`. critical_path:
+    actions, each of which had to wait for the one before it, the last being the end of the run.
     """
 
     timelines: tuple
@@ -94,7 +95,7 @@ class Prediction:
 
 def simulate(plan, costs=Costs()):
     """The Prediction for a plan; ValueError if the plan is wrong (see `check`)."""
-    check(plan)
+    check(plan, forward_only=all(action.kind == "F" for actions in plan for action in actions))
     programs = with_messages(plan)
     stages = programs[0].stages
     timelines = [[] for _ in plan]
@@ -135,8 +136,8 @@ def bubble_formula(ranks, micro_batches, chunks=1, *, of="wall"):
 def gantt(timelines, *, width=120):
     """A text picture of timelines (of a Prediction, or measured ones on one clock), one line a rank.
 
-    Each action is a cell with its name if that fits into `width` characters; else each column is a slice of time with
-    the kind of the action that runs in it. Idle time is blank or a dot.
+    Each action is a cell with its name if that fits into `width` characters; else each column is a slice of
+    time with the kind of the action that runs in it. Idle time is blank or a dot.
     """
     spans = [span for timeline in timelines for span in timeline]
     if not spans:

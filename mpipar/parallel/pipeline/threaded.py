@@ -1,4 +1,4 @@
-"""A pipeline of threads: every rank is a thread of this process, mailboxes wait on a condition variable. No MPI.
+"""A pipeline of threads of this process, whose mailboxes wait on a condition variable. No MPI.
 
 The teaching model of lecture 2, section 3.3, with the schedules, programs and executor of the real engine.
 """
@@ -13,8 +13,8 @@ from mpipar.parallel.pipeline.run import run
 def run_threads(plan, chunks, micro_batches, *, timeout=60.0, before=None, after=None):
     """Execute a whole plan, one thread a rank; returns the RunResult of each rank.
 
-    chunks: {stage: chunk} for all stages. timeout: seconds a thread waits for one message. The rest as in `run.run`.
-    The first exception of any thread is raised here, after all threads have ended.
+    chunks: {stage: chunk} for all stages. timeout: seconds a thread waits for one message. The rest as in
+    `run.run`. The first exception of any thread is raised here, after all threads have ended.
     """
     programs = with_messages(plan)
     exchange = Exchange(len(programs), timeout)
@@ -30,7 +30,8 @@ def run_threads(plan, chunks, micro_batches, *, timeout=60.0, before=None, after
             errors.append(error)
             exchange.fail(error)
 
-    threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(len(programs))]
+    threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}")
+               for rank in range(len(programs))]
     for thread in threads:
         thread.start()
     for thread in threads:
