@@ -37,7 +37,7 @@ def run(session, ranks, items):
     """Runs `items` in one mpirun; returns those that are left when it died before its end."""
     limit = max(timeout_of(item, launch.seconds("TIMEOUT", 120)) for item in items)
     try:
-        child = Child(session.config, ranks, [item.nodeid for item in items], limit)
+        child = Child(session.config, ranks, items, limit)
     except OSError as error:
         return give_up(session, items, str(error))
     with child:
