@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpipar.config import LATER, Config, parse
+from mpipar.commands.config import LATER, Config, parse
 
 
 def test_defaults_follow_from_the_ranks():

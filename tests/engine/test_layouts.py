@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mpipar.comm.mesh import Mesh
-from mpipar.verify import BOUNDS, Options, compare, run
+from mpipar.commands.verify import BOUNDS, Options, compare, run
 
 LAYOUTS = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
            4: [(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)], 8: [(2, 2, 2), (1, 4, 2)]}
