@@ -235,6 +235,6 @@ def one_line(message: str) -> str:
     parts = [" ".join(re.sub(r"[│╭╮╰╯┌┐└┘]+", " ", part).split()) for part in re.split(r"[─-]{5,}", plain)]
     text = next((part for part in parts[1:] if part), parts[0])
     if "Perhaps you meant" in plain:
-        near = re.findall(r"--[a-z0-9-]+", plain.split("Perhaps you meant")[1])
-        text += f"; perhaps you meant {', '.join(dict.fromkeys(near))}"
+        near = dict.fromkeys(re.findall(r"--[a-z][a-z0-9-]*", plain.split("Perhaps you meant")[1]))
+        text += f"; perhaps you meant {' or '.join(name for name in near if name != '--help')}"
     return text

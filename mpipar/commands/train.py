@@ -21,7 +21,7 @@ from mpipar.engine.bubble import BubbleMeter, predicted_bubble
 from mpipar.engine.checksum import parameters_sha256
 from mpipar.engine.generate import generate
 from mpipar.engine.learning_rate import Cosine
-from mpipar.engine.metrics import MetricsFile, Throughput, peak_rss_bytes
+from mpipar.engine.metrics import MetricsFile, Throughput, check_writable, peak_rss_bytes
 from mpipar.engine.optimizer import SGD, AdamW
 from mpipar.engine.trainer import Trainer
 from mpipar.kernels.settings import settings
@@ -54,9 +54,11 @@ def set_up(arguments: list[str]) -> Run:
     with guard.checking():
         check_launcher()
         fault.check()
-        config = parse(arguments).resolved(world_size())
-        mesh = Mesh(dp=config.dp, tp=config.tp, pp=config.pp, order=config.axes())
+        asked = parse(arguments)
+        config = asked.resolved(world_size())
+        mesh = Mesh(dp=asked.dp, tp=config.tp, pp=config.pp, order=config.axes())
         config.check()
+        check_writable(config.metrics)
         train_source, held_out, prompt = sources(config)
         limit_threads(config.threads or max(1, settings.threads // mesh.ranks_on_node))
         settings.gemm = config.gemm

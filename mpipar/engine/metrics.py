@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import statistics
 import sys
@@ -10,14 +11,22 @@ import sys
 import numpy as np
 
 
+def check_writable(path: str | None) -> None:
+    """ValueError if a file of that name could not be written; writes nothing."""
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise ValueError(f"{path!r} can't be written: there is no folder {folder!r}")
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ValueError(f"{path!r} can't be written")
+
+
 class MetricsFile:
     """Writes one JSON object a line; without a path, or on other ranks than 0, nothing."""
 
     def __init__(self, path: str | None, *, active: bool):
-        try:
-            self.file = open(path, "w", encoding="utf-8") if path and active else None
-        except OSError as error:
-            raise ValueError(f"metrics file {path!r} can't be written: {error.strerror}") from None
+        self.file = open(path, "w", encoding="utf-8") if path and active else None
 
     def write(self, event: str, **values) -> None:
         """Append one event; floats keep their full precision."""

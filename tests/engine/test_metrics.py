@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mpipar.engine.metrics import MetricsFile, Throughput
+from mpipar.engine.metrics import MetricsFile, Throughput, check_writable
 
 
 def test_throughput_is_the_median_after_the_warm_up_steps():
@@ -29,5 +29,8 @@ def test_floats_keep_their_precision(tmp_path):
     assert json.loads(path.read_text()) == {"event": "step", "loss": 1 / 3}
     MetricsFile(str(path), active=False).write("step", loss=2.0)
     assert json.loads(path.read_text())["loss"] == 1 / 3
-    with pytest.raises(ValueError, match="can't be written"):
-        MetricsFile(str(tmp_path / "no" / "file"), active=True)
+    for bad in (tmp_path / "no" / "file", tmp_path):
+        with pytest.raises(ValueError, match="can't be written"):
+            check_writable(str(bad))
+    check_writable(str(path)), check_writable(str(tmp_path / "new")), check_writable(None)
+    assert not (tmp_path / "new").exists()
