@@ -152,7 +152,7 @@ def _check(a, b, out, bias):
         raise ValueError(f"gemm: shapes {a.shape} @ {b.shape} -> {out.shape} do not fit; valid: (m, k) @ (k, n) -> (m, n)")
     if bias is not None and bias.shape != (out.shape[1],):
         raise ValueError(f"gemm: bias has shape {bias.shape}; valid: ({out.shape[1]},)")
-    if out.shape[1] > 1 and out.strides[1] != out.itemsize:
+    if out.size and out.shape[1] > 1 and out.strides[1] != out.itemsize:
         raise ValueError(f"gemm: out has strides {out.strides}; valid: {out.itemsize} (unit stride) along its rows")
 
 
