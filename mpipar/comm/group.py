@@ -1,0 +1,183 @@
+"""A group of ranks and its collective operations on NumPy arrays.
+
+    group.all_reduce(x)                   # in place, and returned
+    y = group.all_gather(x, axis=1)       # a new array
+    pending = group.all_reduce_start(x)   # ... compute ...
+    pending.wait()
+
+All ranks of a group call the same operations in the same order, with arrays of one dtype, and of one shape unless an
+operation says otherwise. Arrays may have any strides (a transposed or sliced view too) and any size, also none. Types:
+float32, float64, integers, bool. `root`, `to` and `source` count the ranks of the group from 0. A group of one rank
+returns the very array it was given and needs no MPI. Operations: lecture 1, sections 1.2 and 1.4; `op` is "sum",
+"mean" (floats only), "min" or "max". A TypeError or ValueError is raised before anything is sent where this rank can
+see that the call is wrong; what only the ranks together could see (a shape that differs) is not checked.
+"""
+import time
+import weakref
+
+from mpipar.comm import collectives
+from mpipar.comm.pending import Pending
+
+live_groups = weakref.WeakSet()     # those with a communicator; the guard tells the other ranks how far each has come
+
+
+class Group:
+    """Ranks that communicate. Made by `Mesh`; `Group()` alone is a group of one.
+
+    name: of the axis, for messages and records. rank, size: of this rank in the group and of the group. ranks: where
+    the members stand in the mesh. single_node: whether all of them share a node.
+    """
+
+    def __init__(self, name="alone", comm=None, *, ranks=(0,), single_node=True, members=None, key=0):
+        self.name, self.ranks, self.single_node = name, tuple(ranks), single_node
+        # members: the ranks as those of the whole job. key: one number for this group on all its ranks. calls: how
+        # many collective calls were made.
+        self.members, self.key, self.calls = self.ranks if members is None else tuple(members), key, 0
+        self.comm, self.rank, self.size = comm, 0, 1
+        self.recorder = None
+        self.mpi, self.limit, self.synchronous, self._wait_all = None, None, False, None
+        if comm is not None:
+            from mpipar.comm import mpi
+            self.mpi, self.rank, self.size = mpi, comm.Get_rank(), comm.Get_size()
+            self.limit, self.synchronous = mpi.max_count(), mpi.synchronous_sends()
+            # A communicator class of its own (the tests' one, which looks out for failed peers) waits in its own way.
+            self._wait_all = getattr(comm, "wait_all", mpi.MPI.Request.Waitall)
+            live_groups.add(self)
+
+    def __repr__(self):
+        return f"<Group {self.name}: rank {self.rank} of {self.size}>"
+
+    def barrier(self):
+        """Returns when all ranks of the group have called it."""
+        return self._run(collectives.barrier(self))
+
+    def broadcast(self, x, root=0):
+        """Root's x is written into every rank's x. Returns x."""
+        return self._run(collectives.broadcast(self, x, root))
+
+    def reduce(self, x, root=0, op="sum"):
+        """The sum (mean, ...) over the ranks, a new array at the root; None elsewhere. x is left as it is."""
+        return self._run(collectives.reduce(self, x, root, op))
+
+    def all_reduce(self, x, op="sum"):
+        """The sum (mean, ...) over the ranks is written into every rank's x. Returns x."""
+        return self._run(collectives.all_reduce(self, x, op))
+
+    def all_gather(self, x, axis=0, sizes=None, out=None):
+        """All ranks' parts, joined along `axis` in the order of the ranks, on every rank.
+
+        The parts have one shape, or lengths `sizes` (one a rank, the same list everywhere) along the axis. Into `out`
+        where it is given, else a new array.
+        """
+        return self._run(collectives.all_gather(self, x, axis, sizes, out))
+
+    def reduce_scatter(self, x, axis=0, op="sum", sizes=None, out=None):
+        """The sum (mean, ...) of x over the ranks, cut along `axis`: rank i returns part i. x is left as it is.
+
+        The parts are equal (ValueError if the length does not divide), or have lengths `sizes`.
+        """
+        return self._run(collectives.reduce_scatter(self, x, axis, op, sizes, out))
+
+    def gather(self, x, root=0, axis=0, sizes=None):
+        """All ranks' parts joined along `axis`, a new array at the root; None elsewhere. `sizes` as in all_gather."""
+        return self._run(collectives.gather(self, x, root, axis, sizes))
+
+    def scatter(self, x=None, root=0, axis=0, sizes=None, *, out=None, shape=None, dtype=None):
+        """Root's x, cut along `axis`: rank i returns part i.
+
+        The root gives x. The others give `out` (written and returned), or `shape` and `dtype` of their part. The parts
+        are equal, or have lengths `sizes` (the same list on every rank).
+        """
+        return self._run(collectives.scatter(self, x, root, axis, sizes, out, shape, dtype))
+
+    def all_to_all(self, x, axis=0):
+        """x is cut into equal parts along `axis`; part i goes to rank i. Returns the received parts, joined along
+        `axis` in the order of the ranks they come from, as a new array of x's shape."""
+        return self._run(collectives.all_to_all(self, x, axis))
+
+    def all_to_all_v(self, x, send_counts, receive_counts):
+        """all_to_all with parts that differ: the first send_counts[0] rows (of axis 0) go to rank 0, and so on;
+        receive_counts[i] rows come from rank i. Returns a new array of sum(receive_counts) rows."""
+        return self._run(collectives.all_to_all_v(self, x, send_counts, receive_counts))
+
+    def send(self, x, to, tag=0):
+        """Send x; may return before it is received (MPIPAR_SYNC_SEND=1: never). Tags: 0 to 32766."""
+        return self._run(collectives.send(self, x, to, tag))
+
+    def recv(self, out, source, tag=0):
+        """Receive into `out`, which has the shape and dtype that were sent. Returns out."""
+        return self._run(collectives.recv(self, out, source, tag))
+
+    # The same without waiting: each returns a Pending whose wait() returns what the call above returns.
+
+    def barrier_start(self):
+        return self._start(collectives.barrier(self))
+
+    def broadcast_start(self, x, root=0):
+        return self._start(collectives.broadcast(self, x, root))
+
+    def reduce_start(self, x, root=0, op="sum"):
+        return self._start(collectives.reduce(self, x, root, op))
+
+    def all_reduce_start(self, x, op="sum"):
+        return self._start(collectives.all_reduce(self, x, op))
+
+    def all_gather_start(self, x, axis=0, sizes=None, out=None):
+        return self._start(collectives.all_gather(self, x, axis, sizes, out))
+
+    def reduce_scatter_start(self, x, axis=0, op="sum", sizes=None, out=None):
+        return self._start(collectives.reduce_scatter(self, x, axis, op, sizes, out))
+
+    def gather_start(self, x, root=0, axis=0, sizes=None):
+        return self._start(collectives.gather(self, x, root, axis, sizes))
+
+    def scatter_start(self, x=None, root=0, axis=0, sizes=None, *, out=None, shape=None, dtype=None):
+        return self._start(collectives.scatter(self, x, root, axis, sizes, out, shape, dtype))
+
+    def all_to_all_start(self, x, axis=0):
+        return self._start(collectives.all_to_all(self, x, axis))
+
+    def all_to_all_v_start(self, x, send_counts, receive_counts):
+        return self._start(collectives.all_to_all_v(self, x, send_counts, receive_counts))
+
+    def send_start(self, x, to, tag=0):
+        return self._start(collectives.send(self, x, to, tag))
+
+    def recv_start(self, out, source, tag=0):
+        return self._start(collectives.recv(self, out, source, tag))
+
+    def close(self):
+        """Free the communicator (all ranks of the group together)."""
+        if self.comm is not None:
+            self.comm.Free()
+            self.comm = None
+
+    def _run(self, plan):
+        """Carry out a plan and return its result."""
+        if plan.pairwise:
+            return self._start(plan).wait()
+        if plan.peer is None:
+            self.calls += 1
+            plan.number = self.calls
+        recorder = self.recorder
+        start = time.perf_counter() if recorder is not None else 0.0
+        comm = self.comm
+        for name, arguments in plan.calls:
+            getattr(comm, name)(*arguments)
+        if plan.finish is not None:
+            plan.finish()
+        if recorder is not None and self.size > 1:
+            recorder.add(plan, self, start)
+        return plan.result
+
+    def _start(self, plan):
+        """Start all calls of a plan; a Pending."""
+        if plan.peer is None:
+            self.calls += 1
+            plan.number = self.calls
+        recorder = self.recorder
+        start = time.perf_counter() if recorder is not None else 0.0
+        comm = self.comm
+        requests = [getattr(comm, "I" + name.lower())(*arguments) for name, arguments in plan.calls]
+        entry = recorder.add(plan, self, start) if recorder is not None and self.size > 1 else None
+        return Pending(self, plan, requests, self._wait_all or (lambda requests: None), entry)
