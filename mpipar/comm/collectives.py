@@ -18,13 +18,15 @@ INNER_TAG = 32767
 class Plan:
     """`calls`: pairs (name of an mpi4py method, its arguments). `result`: what the operation returns, valid after the
     calls and `finish()` (None where nothing is left to do). `pairwise`: the calls have to be in flight together.
-    `bytes` and `sent`: see record.py."""
+    `bytes` and `sent`: see record.py. `peer`: the other rank of a send or receive, None for a collective; `number`:
+    which collective call of the group it is, from 1."""
 
-    __slots__ = ("operation", "calls", "result", "finish", "pairwise", "bytes", "sent")
+    __slots__ = ("operation", "calls", "result", "finish", "pairwise", "bytes", "sent", "peer", "number")
 
-    def __init__(self, operation, result, calls=(), finish=None, *, pairwise=False, bytes=0, sent=0):
+    def __init__(self, operation, result, calls=(), finish=None, *, pairwise=False, bytes=0, sent=0, peer=None):
         self.operation, self.result, self.calls, self.finish = operation, result, calls, finish
         self.pairwise, self.bytes, self.sent = pairwise, bytes, sent
+        self.peer, self.number = peer, 0
 
 
 def barrier(group):
@@ -318,7 +320,7 @@ def send(group, x, to, tag):
     check_peer(group, to, tag, "to")
     name = "Ssend" if group.synchronous else "Send"
     parts = buffers.chunks(buffers.wire(buffers.packed(x)), group.limit) or (np.empty(0, np.uint8),)
-    return Plan("send", None, [(name, (part, to, tag)) for part in parts], bytes=x.nbytes, sent=x.nbytes)
+    return Plan("send", None, [(name, (part, to, tag)) for part in parts], bytes=x.nbytes, sent=x.nbytes, peer=to)
 
 
 def recv(group, out, source, tag):
@@ -330,7 +332,7 @@ def recv(group, out, source, tag):
     if received is not out:
         def finish():
             out[...] = received
-    return Plan("recv", out, [("Recv", (part, source, tag)) for part in parts], finish, bytes=out.nbytes)
+    return Plan("recv", out, [("Recv", (part, source, tag)) for part in parts], finish, bytes=out.nbytes, peer=source)
 
 
 def check_rank(group, rank, what):

@@ -13,9 +13,12 @@ returns the very array it was given and needs no MPI. Operations: lecture 1, sec
 see that the call is wrong; what only the ranks together could see (a shape that differs) is not checked.
 """
 import time
+import weakref
 
 from mpipar.comm import collectives
 from mpipar.comm.pending import Pending
+
+live_groups = weakref.WeakSet()     # those with a communicator; the guard tells the other ranks how far each has come
 
 
 class Group:
@@ -25,8 +28,11 @@ class Group:
     the members stand in the mesh. single_node: whether all of them share a node.
     """
 
-    def __init__(self, name="alone", comm=None, *, ranks=(0,), single_node=True):
+    def __init__(self, name="alone", comm=None, *, ranks=(0,), single_node=True, members=None, key=0):
         self.name, self.ranks, self.single_node = name, tuple(ranks), single_node
+        # members: the ranks as those of the whole job. key: one number for this group on all its ranks. calls: how
+        # many collective calls were made.
+        self.members, self.key, self.calls = self.ranks if members is None else tuple(members), key, 0
         self.comm, self.rank, self.size = comm, 0, 1
         self.recorder = None
         self.mpi, self.limit, self.synchronous, self._wait_all = None, None, False, None
@@ -36,6 +42,7 @@ class Group:
             self.limit, self.synchronous = mpi.max_count(), mpi.synchronous_sends()
             # A communicator class of its own (the tests' one, which looks out for failed peers) waits in its own way.
             self._wait_all = getattr(comm, "wait_all", mpi.MPI.Request.Waitall)
+            live_groups.add(self)
 
     def __repr__(self):
         return f"<Group {self.name}: rank {self.rank} of {self.size}>"
@@ -149,6 +156,9 @@ class Group:
         """Carry out a plan and return its result."""
         if plan.pairwise:
             return self._start(plan).wait()
+        if plan.peer is None:
+            self.calls += 1
+            plan.number = self.calls
         recorder = self.recorder
         start = time.perf_counter() if recorder is not None else 0.0
         comm = self.comm
@@ -162,6 +172,9 @@ class Group:
 
     def _start(self, plan):
         """Start all calls of a plan; a Pending."""
+        if plan.peer is None:
+            self.calls += 1
+            plan.number = self.calls
         recorder = self.recorder
         start = time.perf_counter() if recorder is not None else 0.0
         comm = self.comm

@@ -8,16 +8,19 @@ tensor-parallel group, which is where most is sent, and so stay within a node. E
 own, so two meshes never mix their messages. Making one is a collective call.
 """
 import contextlib
+import itertools
 import math
 import os
 import time
 
 import numpy as np
 
+from mpipar.comm import guard, launcher
 from mpipar.comm.group import Group
 from mpipar.comm.record import Recorder
 
 AXES = ("dp", "pp", "tp")
+_serials = itertools.count()        # of the meshes of this process
 
 
 class Mesh:
@@ -33,6 +36,10 @@ class Mesh:
         check_order(order)
         comm = _job() if comm is None else comm
         shape = fit(1 if comm is None else comm.Get_size(), {"dp": dp, "pp": pp, "tp": tp})
+        if comm is not None and comm.Get_size() > 1:
+            from mpipar.comm import mpi
+            if type(comm) is mpi.MPI.Intracomm:     # a class of its own (the tests') has its own way with failures
+                guard.install(_ranks_of_job(comm))
         self._arrange(comm, shape, order)
 
     @classmethod
@@ -49,7 +56,8 @@ class Mesh:
         self._grid = np.arange(self.size).reshape([shape[axis] for axis in self.order])
         place = np.unravel_index(self.rank, self._grid.shape)
         self.coordinates = {axis: int(place[i]) for i, axis in enumerate(self.order)}
-        self._node_of = _nodes_of_ranks(comm)
+        self._node_of, self._members = _nodes_of_ranks(comm), _ranks_of_job(comm)
+        self._serial, self._keys = next(_serials), itertools.count()
         nodes = sorted(set(self._node_of))
         self.nodes = len(nodes)
         self.world = self._group(comm, "world", [list(range(self.size))])
@@ -129,7 +137,10 @@ class Mesh:
                 own = None
             elif type(own) is not type(comm):
                 own = type(comm)(own)           # a communicator class of its own, as in the tests, stays that class
-        return Group(name, own, ranks=ranks, single_node=len({self._node_of[r] for r in ranks}) == 1)
+        members = [self._members[r] for r in ranks]
+        key = self._serial << 40 | next(self._keys) << 32 | min(members)
+        return Group(name, own, ranks=ranks, single_node=len({self._node_of[r] for r in ranks}) == 1,
+                     members=members, key=key)
 
 
 def check_order(order):
@@ -175,11 +186,22 @@ def _job():
     try:
         from mpipar.comm import mpi
     except ImportError as error:
-        if any(int(os.environ.get(name, 1)) > 1 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):
-            raise ValueError(f"more than one rank was started, but mpi4py cannot be used here: {error}") from error
+        launcher.check(f"missing ({error})", 1)
         return None
     mpi.check_launcher()
     return mpi.MPI.COMM_WORLD
+
+
+def _ranks_of_job(comm):
+    """The ranks of `comm` as ranks of COMM_WORLD."""
+    if comm is None:
+        return [0]
+    from mpipar.comm import mpi
+    mine, world = comm.Get_group(), mpi.MPI.COMM_WORLD.Get_group()
+    ranks = mpi.MPI.Group.Translate_ranks(mine, None, world)
+    mine.Free()
+    world.Free()
+    return list(ranks)
 
 
 def _nodes_of_ranks(comm):

@@ -12,10 +12,11 @@ class Pending:
     most messages only inside MPI calls, so a pending operation progresses in `wait`, in `test`, and in other calls.
     """
 
-    __slots__ = ("_requests", "_plan", "_entry", "_wait_all", "group", "__weakref__")
+    __slots__ = ("_requests", "plan", "_entry", "_wait_all", "group", "__weakref__")
 
     def __init__(self, group, plan, requests, wait_all, entry=None):
-        self.group, self._plan, self._requests, self._wait_all, self._entry = group, plan, requests, wait_all, entry
+        self.group, self.plan, self._wait_all, self._entry = group, plan, wait_all, entry
+        self._requests = requests
 
     def wait(self):
         """Block until it is finished; the result. A second call returns the same result."""
@@ -23,7 +24,7 @@ class Pending:
             start = time.perf_counter() if self._entry is not None else 0.0
             self._wait_all(self._requests)
             self._finish(start)
-        return self._plan.result
+        return self.plan.result
 
     def test(self):
         """True when it is finished (`wait` then returns at once)."""
@@ -38,11 +39,11 @@ class Pending:
 
     def _finish(self, start):
         self._requests = None
-        if self._plan.finish is not None:
-            self._plan.finish()
+        if self.plan.finish is not None:
+            self.plan.finish()
         if self._entry is not None:
             self._entry.seconds += time.perf_counter() - start
 
     def __del__(self):
         if getattr(self, "_requests", None):
-            _abandoned.append((self._requests, self._plan))
+            _abandoned.append((self._requests, self.plan))

@@ -18,7 +18,7 @@ class Child:
 
     `limit` is the longest time in seconds that one of the tests may take."""
 
-    def __init__(self, config, ranks, nodeids, limit):
+    def __init__(self, config, ranks, items, limit):
         self.ranks = ranks
         self.limit = limit + SLACK
         self.folder = tempfile.TemporaryDirectory(prefix="mpipar-tests-")
@@ -27,8 +27,11 @@ class Child:
         self.killed = ""
         arguments = os.path.join(self.folder.name, "tests")
         with open(arguments, "w") as file:
-            file.write("\n".join(nodeids))
-        command = [*launch.mpirun(ranks), sys.executable, "-m", "pytest", *inherited(config), "@" + arguments]
+            file.write("\n".join(item.nodeid for item in items))
+        # Plugins that cost each rank up to a second to load, left out where no test needs them.
+        unused = ["no:typeguard"] + ["no:hypothesispytest"] * (not any(draws_examples(item) for item in items))
+        options = inherited(config) + [word for name in unused for word in ("-p", name)]
+        command = [*launch.mpirun(ranks), sys.executable, "-m", "pytest", *options, "@" + arguments]
         environment = {**launch.environment(ranks), launch.REPORTS: self.reports}
         shown = config.option.capture == "no"                    # pytest -s: the ranks print to the terminal
         open(self.reports, "w").close()
@@ -83,6 +86,11 @@ class Child:
         with open(self.output, errors="replace") as file:
             text = file.read().replace("\0", "")                 # Open MPI writes a NUL after its banner
         return f"mpirun -np {self.ranks} ended with exit code {self.process.returncode}{self.killed}:\n{text[-TAIL:]}"
+
+
+def draws_examples(item):
+    """Whether it is a test of hypothesis's."""
+    return getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
 
 
 def inherited(config):

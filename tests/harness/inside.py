@@ -69,18 +69,17 @@ def pytest_configure(config):
         config.pluginmanager.getplugin("terminalreporter")._tw._file = open(os.devnull, "w")
     elif launch.REPORTS in os.environ:
         config.pluginmanager.register(Sender(config, os.environ[launch.REPORTS]))
-    same_examples()
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        same_examples()
     RANK.watchdog.watch("the collection of tests", RANK.timeout)
     RANK.watchdog.start()
 
 
 def same_examples():
-    """All ranks have to draw the same examples from hypothesis."""
-    try:
-        from hypothesis import settings
-    except ImportError:
-        return
-    settings.register_profile("mpi", derandomize=True, database=None, deadline=None)
+    """All ranks have to draw the same examples from hypothesis, and none may go on to shrink one while the others wait."""
+    from hypothesis import HealthCheck, Phase, settings
+    settings.register_profile("mpi", derandomize=True, database=None, deadline=None, phases=(Phase.explicit, Phase.generate),
+                              suppress_health_check=(HealthCheck.function_scoped_fixture, HealthCheck.too_slow))
     settings.load_profile("mpi")
 
 
@@ -182,7 +181,11 @@ def settle(report, when, victim, seen):
             report.longrepr = (f"rank(s) {causes} of {len(seen)}: {essence(seen[causes[0]][2])} "
                                f"({when} {state} on rank {RANK.rank})")
             report.outcome = "failed"
-        report.sections += [(f"rank {rank} of {len(seen)}, {when}", seen[rank][2]) for rank in causes if rank != RANK.rank]
+        others = {}                                              # {account: the ranks that give it}
+        for rank in causes:
+            if rank != RANK.rank:
+                others.setdefault(seen[rank][2], []).append(str(rank))
+        report.sections += [(f"rank {', '.join(ranks)} of {len(seen)}, {when}", told) for told, ranks in others.items()]
     elif len(set(outcomes)) > 1:
         report.outcome, report.longrepr = "failed", f"the ranks disagree: {when} {outcomes}"
     if report.failed and hasattr(report, "wasxfail"):

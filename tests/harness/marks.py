@@ -71,12 +71,14 @@ def deselect(config, items, keep):
 
 
 class Count:
-    """Follows every selected multi-rank test: not run, executed, or skipped with its reason."""
+    """Follows every selected multi-rank test: not run, executed, or skipped with its reason. A report that has `never_ran` only
+    says that a test could not be run."""
 
     def __init__(self):
         self.items = {}
         self.executed = set()
-        self.skipped = {}
+        self.skipped = {}                                        # {node id: reason}
+        self.told = set()                                        # reported as failed because they did not run
 
     def select(self, items):
         self.items = {item.nodeid: item for item in items if ranks_of(item)}
@@ -84,7 +86,9 @@ class Count:
     def add(self, report):
         if report.nodeid not in self.items:
             return
-        if report.skipped and not hasattr(report, "wasxfail"):
+        if getattr(report, "never_ran", False):
+            self.told.add(report.nodeid)
+        elif report.skipped and not hasattr(report, "wasxfail"):
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             self.skipped[report.nodeid] = reason
         elif report.when == "call" or report.failed:
@@ -98,7 +102,7 @@ class Count:
 
     def missing(self):
         """{node id: why} of the tests that should have run and did not."""
-        left = self.items.keys() - self.executed - self.allowed_skips()
+        left = self.items.keys() - self.executed - self.allowed_skips() - self.told
         return {nodeid: self.skipped.get(nodeid, "it was never started") for nodeid in self.items if nodeid in left}
 
     def line(self):
@@ -128,7 +132,8 @@ def pytest_sessionfinish(session, exitstatus):
     for nodeid, why in count.missing().items():
         item = count.items[nodeid]
         text = f"this multi-rank test did not run, so the run is not green: {why}"
-        config.hook.pytest_runtest_logreport(report=pytest.TestReport(nodeid, item.location, {}, "failed", text, "teardown"))
+        report = pytest.TestReport(nodeid, item.location, {}, "failed", text, "teardown", never_ran=True)
+        config.hook.pytest_runtest_logreport(report=report)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -57,6 +57,9 @@ class PollingRequest(MPI.Request):
 class PollingComm(MPI.Intracomm):
     """An Intracomm whose blocking calls can be interrupted by the failure of another rank."""
 
+    def __repr__(self):
+        return f"<communicator of {self.size} ranks>"            # alike on all ranks, so that equal failures read alike
+
     # Point to point
 
     def Recv(self, buf, source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG, status=None):

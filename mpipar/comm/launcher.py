@@ -1,0 +1,82 @@
+"""What the launcher (mpirun, srun) says about this process in environment variables. Needs no MPI."""
+import os
+import re
+import sys
+
+# SLURM's own numbers count only where srun started the ranks itself: under mpirun they describe the launcher's
+# helpers, and the login shell of an allocation has no step at all. So they come last, and SLURM_NTASKS never.
+_SIZES = (("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"), ("PMI_SIZE", "MPICH's mpirun, or srun with PMI"),
+          ("MPI_LOCALNRANKS", "MPICH's mpirun"), ("SLURM_STEP_NUM_TASKS", "srun"))
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID", "SLURM_PROCID")
+_RANKS_ON_NODE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
+
+
+class LauncherError(ValueError):
+    """The launcher belongs to another MPI than mpi4py, or mpi4py is missing."""
+
+
+def _number(environ, name):
+    """The (largest) integer in a variable, None where there is none; SLURM writes "4(x3),2" for several nodes."""
+    found = re.findall(r"\d+", re.sub(r"\(x\d+\)", "", environ.get(name, "")))
+    return max(map(int, found)) if found else None
+
+
+def started(environ=os.environ):
+    """(ranks, variable, launcher): how many ranks the launcher started, and who says so; (1, "", "") without one."""
+    for name, launcher in _SIZES:
+        if _number(environ, name):
+            return _number(environ, name), name, launcher
+    return 1, "", ""
+
+
+def rank(environ=os.environ):
+    """The rank that the launcher gave this process, 0 without one."""
+    return next((_number(environ, name) for name in _RANKS if _number(environ, name) is not None), 0)
+
+
+def ranks_on_node(environ=os.environ):
+    """How many ranks the launcher started on this node, 1 without one."""
+    return next((_number(environ, name) for name in _RANKS_ON_NODE if _number(environ, name)), 1)
+
+
+def check(library, size, environ=os.environ):
+    """LauncherError where the launcher started more ranks than the MPI library (its name) sees.
+
+    The launcher of one MPI starts programs of another as so many separate worlds of one rank; nothing else notices.
+    """
+    ranks, name, launcher = started(environ)
+    if ranks > size:
+        raise LauncherError(
+            f"{launcher} started {ranks} ranks ({name}={ranks}), but Python's MPI is {library}, which sees "
+            f"{'only this one' if size == 1 else f'{size} of them'}: start them with that library's own launcher, {mpirun()}")
+
+
+def mpirun():
+    """The mpirun beside the running Python where there is one, else the plain name."""
+    path = os.path.join(os.path.dirname(sys.executable), "mpirun")
+    return path if os.path.exists(path) else "mpirun"
+
+
+def settings(environ=os.environ):
+    """Variables that suit this job and that the MPI libraries read when they start; not those that are set already."""
+    wanted = {}
+    if ranks_on_node(environ) > _cores(environ):
+        # Waiting ranks spin. With more ranks than cores they would take the time of those that compute.
+        wanted["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
+        wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") == environ.get("OMPI_COMM_WORLD_SIZE", "1"):
+        # On one node Open MPI needs no network, and looking for one takes it over a second.
+        wanted.update(OMPI_MCA_pml="ob1", OMPI_MCA_btl="self,sm", OMPI_MCA_osc="^ucx")
+    # Open MPI's usual choice, a ring, adds the ranks in another order for each piece of an array, so that the last
+    # bits depend on how an array is cut into messages. Recursive halving adds them in one order everywhere.
+    wanted.update(OMPI_MCA_coll_tuned_use_dynamic_rules="1", OMPI_MCA_coll_tuned_allreduce_algorithm="6",
+                  OMPI_MCA_coll_tuned_reduce_algorithm="7", OMPI_MCA_coll_tuned_reduce_scatter_algorithm="2",
+                  OMPI_MCA_coll_tuned_reduce_scatter_block_algorithm="3")
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def _cores(environ):
+    """Cores of this node that the ranks share."""
+    if "MPI_LOCALNRANKS" not in environ:        # MPICH's mpirun binds nothing; the others may have bound this rank
+        return _number(environ, "SLURM_CPUS_ON_NODE") or os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,67 @@
+"""Short messages between the ranks of the job about leaving it, outside of every group.
+
+They are what lets a rank that is stuck in a collective learn that another will never come. A notice is an array of
+int64: kind, exit code, then for every group of the sender its key and how many collective calls it has made there.
+"""
+import threading
+import time
+
+import numpy as np
+
+from mpipar.comm.group import live_groups
+
+LEFT, REFUSED, FAILED = 0, 1, 2
+_TAG = 32767
+_MOST = 4096        # numbers in one notice; groups past that are left out, which only makes the diagnosis weaker
+
+
+class Notice:
+    """What one rank has said: `kind`, `code`, and `calls`, the number of collective calls by group key."""
+
+    def __init__(self, numbers):
+        self.kind, self.code = int(numbers[0]), int(numbers[1])
+        self.calls = dict(zip(numbers[2::2].tolist(), numbers[3::2].tolist()))
+
+
+class Notices:
+    """`received`: the latest Notice of each rank that has sent one. Safe to use from several threads."""
+
+    def __init__(self, world, mpi):
+        self._world, self._MPI = world, mpi
+        self.rank, self.size = world.Get_rank(), world.Get_size()
+        self.received = {}
+        self._lock, self._sent = threading.Lock(), []
+
+    def send(self, kind, code):
+        """Tell every other rank of the job."""
+        numbers = [kind, code]
+        for group in list(live_groups):
+            numbers += [group.key, group.calls]
+        message = np.array(numbers[:_MOST], np.int64)
+        with self._lock:
+            for rank in range(self.size):
+                if rank != self.rank:
+                    self._sent.append((self._world.Isend(message, rank, _TAG), message))
+
+    def collect(self):
+        """Take in what has arrived; returns `received`."""
+        with self._lock:
+            status = self._MPI.Status()
+            while self._world.Iprobe(self._MPI.ANY_SOURCE, _TAG, status):
+                numbers = np.empty(status.Get_count(self._MPI.INT64_T), np.int64)
+                self._world.Recv(numbers, status.Get_source(), _TAG)
+                self.received[status.Get_source()] = Notice(numbers)
+            for request, _ in self._sent:
+                request.Test()
+        return self.received
+
+    def wait(self, ranks, seconds=None):
+        """Asleep until all `ranks` have sent a notice (True) or the time is over (False)."""
+        end, pause = time.monotonic() + seconds if seconds is not None else None, 0.001
+        others = set(ranks) - {self.rank}
+        while not others <= self.collect().keys():
+            if end is not None and time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return True
