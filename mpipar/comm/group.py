@@ -13,12 +13,13 @@ returns the very array it was given and needs no MPI. Operations: lecture 1, sec
 see that the call is wrong; what only the ranks together could see (a shape that differs) is not checked.
 """
 import time
-import weakref
 
 from mpipar.comm import collectives
 from mpipar.comm.pending import Pending
 
-live_groups = weakref.WeakSet()     # those with a communicator; the guard tells the other ranks how far each has come
+# For every open group, by its key, how many collective calls this rank has made: [number]. The guard tells the other
+# ranks, so that one of them can know that it waits for a call that will never be made.
+call_counts = {}
 
 
 class Group:
@@ -30,19 +31,16 @@ class Group:
 
     def __init__(self, name="alone", comm=None, *, ranks=(0,), single_node=True, members=None, key=0):
         self.name, self.ranks, self.single_node = name, tuple(ranks), single_node
-        # members: the ranks as those of the whole job. key: one number for this group on all its ranks. calls: how
-        # many collective calls were made.
-        self.members, self.key, self.calls = self.ranks if members is None else tuple(members), key, 0
+        # members: the ranks as those of the whole job. key: one number for this group on all its ranks.
+        self.members, self.key = self.ranks if members is None else tuple(members), key
         self.comm, self.rank, self.size = comm, 0, 1
         self.recorder = None
-        self.mpi, self.limit, self.synchronous, self._wait_all = None, None, False, None
+        self.mpi, self.limit, self.synchronous, self._calls = None, None, False, [0]
         if comm is not None:
             from mpipar.comm import mpi
             self.mpi, self.rank, self.size = mpi, comm.Get_rank(), comm.Get_size()
             self.limit, self.synchronous = mpi.max_count(), mpi.synchronous_sends()
-            # A communicator class of its own (the tests' one, which looks out for failed peers) waits in its own way.
-            self._wait_all = getattr(comm, "wait_all", mpi.MPI.Request.Waitall)
-            live_groups.add(self)
+            call_counts[key] = self._calls
 
     def __repr__(self):
         return f"<Group {self.name}: rank {self.rank} of {self.size}>"
@@ -151,14 +149,14 @@ class Group:
         if self.comm is not None:
             self.comm.Free()
             self.comm = None
+            call_counts.pop(self.key, None)
 
     def _run(self, plan):
         """Carry out a plan and return its result."""
         if plan.pairwise:
             return self._start(plan).wait()
         if plan.peer is None:
-            self.calls += 1
-            plan.number = self.calls
+            self._calls[0] = plan.number = self._calls[0] + 1
         recorder = self.recorder
         start = time.perf_counter() if recorder is not None else 0.0
         comm = self.comm
@@ -173,11 +171,10 @@ class Group:
     def _start(self, plan):
         """Start all calls of a plan; a Pending."""
         if plan.peer is None:
-            self.calls += 1
-            plan.number = self.calls
+            self._calls[0] = plan.number = self._calls[0] + 1
         recorder = self.recorder
         start = time.perf_counter() if recorder is not None else 0.0
         comm = self.comm
         requests = [getattr(comm, "I" + name.lower())(*arguments) for name, arguments in plan.calls]
         entry = recorder.add(plan, self, start) if recorder is not None and self.size > 1 else None
-        return Pending(self, plan, requests, self._wait_all or (lambda requests: None), entry)
+        return Pending(self, plan, requests, entry)

@@ -58,7 +58,7 @@ def main(function, *arguments):
             print(code, file=sys.stderr)
             code = 1
     except BaseException as error:
-        _report(error)
+        _report(error.with_traceback(error.__traceback__.tb_next))         # without this frame
     code = int(code or 0)
     _leave(code)
     sys.exit(code)
@@ -78,7 +78,7 @@ def checking():
             text = f"{error.strerror}: {error.filename}" if error.filename is not None else error.strerror
         else:
             text = str(error) or type(error).__name__
-        _refuse(" ".join(text.split()))
+        _refuse(" ".join(text.split()), everywhere=isinstance(error, launcher.LauncherError))
 
 
 def stop_requested():
@@ -98,12 +98,9 @@ def install(members=None, *, signals=False):
     if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
         faulthandler.enable(_stderr())
         faulthandler.register(signal.SIGUSR2, _stderr(), all_threads=True)
-    try:
-        from mpipar.comm import mpi
-    except ImportError as error:
-        launcher.check(f"missing ({error})", 1)
+    mpi = start()
+    if mpi is None:
         return                          # one rank, without MPI: Python's own ways are enough
-    mpi.check_launcher()
     world = mpi.MPI.COMM_WORLD
     if world.Get_size() == 1:
         return
@@ -120,6 +117,24 @@ def install(members=None, *, signals=False):
         _guard.watcher = threading.Thread(target=watch.watch, name="mpipar-guard", daemon=True,
                                           args=(_guard.notices, _guard.closing, _LOOK, _PATIENCE, end_job))
         _guard.watcher.start()
+
+
+def start():
+    """The module comm.mpi, with MPI started; None where mpi4py is not installed and there is one rank.
+
+    LauncherError (a ValueError) if the launcher belongs to another MPI. Uncaught, it is one line and exit code 2.
+    """
+    try:
+        try:
+            from mpipar.comm import mpi
+        except ImportError as error:
+            launcher.check(f"missing ({error})", 1)
+            return None
+        mpi.check_launcher()
+    except launcher.LauncherError:
+        sys.excepthook = lambda kind, error, trace: _report(error.with_traceback(trace))
+        raise
+    return mpi
 
 
 def end_job(code, text):
@@ -146,9 +161,11 @@ def _only_the_lowest(code):
     notices = _guard.notices
     with contextlib.suppress(Exception):            # whatever is wrong with MPI, the job has to end
         notices.send(FAILED, code)
-        time.sleep(0.1)
-        if any(rank < notices.rank and notice.kind == FAILED for rank, notice in notices.collect().items()):
-            time.sleep(3)
+        for _ in range(20):
+            time.sleep(0.01)
+            if any(rank < notices.rank and notice.kind == FAILED for rank, notice in notices.collect().items()):
+                time.sleep(3)
+                break
 
 
 def _abort(code):
@@ -166,19 +183,20 @@ def _abort(code):
 def _report(error):
     if isinstance(error, SystemExit):               # of a thread: ends the thread, as in Python
         return
+    if isinstance(error, launcher.LauncherError):
+        _refuse(str(error), everywhere=True)
     if isinstance(error, KeyboardInterrupt):
         end_job(130, "KeyboardInterrupt")
     end_job(1, "".join(traceback.format_exception(type(error), error, error.__traceback__)))
 
 
-def _refuse(text):
-    """One line for the user, exit code 2 on every rank."""
-    if _guard.notices is None:
-        with contextlib.suppress(ValueError):       # a launcher error is what may be reported here
-            install()
+def _refuse(text, *, everywhere):
+    """One line for the user, exit code 2 on every rank. everywhere: each rank sees it by itself, without MPI."""
+    if _guard.notices is None and launcher.started()[0] > 1 and not everywhere:
+        install()
     notices, line = _guard.notices, f"mpipar: error: {text}\n"
     if notices is None:
-        if launcher.rank() == 0:
+        if launcher.rank() == 0 or not everywhere:
             _print(line)
         sys.exit(2)
     from mpipar.comm.notices import REFUSED

@@ -5,7 +5,7 @@ import sys
 
 # SLURM's own numbers count only where srun started the ranks itself: under mpirun they describe the launcher's
 # helpers, and the login shell of an allocation has no step at all. So they come last, and SLURM_NTASKS never.
-_SIZES = (("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"), ("PMI_SIZE", "MPICH's mpirun, or srun with PMI"),
+_SIZES = (("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"), ("PMI_SIZE", "MPICH's mpirun (or srun with PMI)"),
           ("MPI_LOCALNRANKS", "MPICH's mpirun"), ("SLURM_STEP_NUM_TASKS", "srun"))
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID", "SLURM_PROCID")
 _RANKS_ON_NODE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
@@ -44,11 +44,20 @@ def check(library, size, environ=os.environ):
 
     The launcher of one MPI starts programs of another as so many separate worlds of one rank; nothing else notices.
     """
+    if started(environ)[0] > size:
+        _refuse(library, "sees only this one" if size == 1 else f"sees {size} of them", environ)
+
+
+def check_family(library, environ=os.environ):
+    """The same before MPI is started, for Open MPI's mpirun with another library (given by name)."""
+    if started(environ)[1] == "OMPI_COMM_WORLD_SIZE" and not library.startswith("Open MPI"):
+        _refuse(library, "cannot join them", environ)
+
+
+def _refuse(library, problem, environ):
     ranks, name, launcher = started(environ)
-    if ranks > size:
-        raise LauncherError(
-            f"{launcher} started {ranks} ranks ({name}={ranks}), but Python's MPI is {library}, which sees "
-            f"{'only this one' if size == 1 else f'{size} of them'}: start them with that library's own launcher, {mpirun()}")
+    raise LauncherError(f"{launcher} started {ranks} rank{'s' * (ranks > 1)} ({name}={ranks}), but Python's MPI is {library}, "
+                        f"which {problem}: use that library's own launcher, {mpirun()}")
 
 
 def mpirun():

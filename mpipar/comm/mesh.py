@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 
-from mpipar.comm import guard, launcher
+from mpipar.comm import guard
 from mpipar.comm.group import Group
 from mpipar.comm.record import Recorder
 
@@ -34,7 +34,9 @@ class Mesh:
 
     def __init__(self, comm=None, *, dp=None, pp=1, tp=1, order=AXES):
         check_order(order)
-        comm = _job() if comm is None else comm
+        if comm is None:
+            mpi = guard.start()
+            comm = None if mpi is None else mpi.MPI.COMM_WORLD
         shape = fit(1 if comm is None else comm.Get_size(), {"dp": dp, "pp": pp, "tp": tp})
         if comm is not None and comm.Get_size() > 1:
             from mpipar.comm import mpi
@@ -179,17 +181,6 @@ def _divisors(n):
 def _list(numbers):
     numbers = [str(n) for n in numbers]
     return numbers[0] if len(numbers) == 1 else f"{', '.join(numbers[:-1])} or {numbers[-1]}"
-
-
-def _job():
-    """COMM_WORLD; None where mpi4py is not installed and there is one rank."""
-    try:
-        from mpipar.comm import mpi
-    except ImportError as error:
-        launcher.check(f"missing ({error})", 1)
-        return None
-    mpi.check_launcher()
-    return mpi.MPI.COMM_WORLD
 
 
 def _ranks_of_job(comm):

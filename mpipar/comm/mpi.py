@@ -1,11 +1,35 @@
-"""The one place that imports mpi4py. Importing it starts MPI, with the settings of launcher.py."""
+"""The one place that imports mpi4py. Importing it starts MPI, with the settings of launcher.py.
+
+LauncherError (a ValueError) if the launcher is Open MPI's and the library is not: such a library may end the process
+itself when it starts.
+"""
 import os
+import warnings
+
+import mpi4py
 
 from mpipar.comm import launcher
 
-os.environ.update(launcher.settings())
 
-from mpi4py import MPI  # noqa: E402  (the settings have to come first)
+def _load():
+    """mpi4py.MPI, started."""
+    os.environ.update(launcher.settings())
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True      # started below, ended at exit
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)         # of a suspicious launcher: `check_launcher` says more
+        from mpi4py import MPI
+        if not MPI.Is_initialized():
+            launcher.check_family(_name(MPI.Get_library_version()))
+            MPI.Init_thread(getattr(MPI, "THREAD_" + mpi4py.rc.thread_level.upper()))
+    return MPI
+
+
+def _name(text):
+    text = text.replace("\x00", "").strip()
+    return "MPICH " + text.split()[2] if text.startswith("MPICH Version") else text.split(",")[0].split("\n")[0]
+
+
+MPI = _load()
 
 OPERATIONS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
 IN_PLACE = MPI.IN_PLACE
@@ -13,8 +37,7 @@ IN_PLACE = MPI.IN_PLACE
 
 def library():
     """Name and version of the MPI library that Python uses, as in "Open MPI v5.0.11"."""
-    text = MPI.Get_library_version().replace("\x00", "").strip()
-    return "MPICH " + text.split()[2] if text.startswith("MPICH Version") else text.split(",")[0].split("\n")[0]
+    return _name(MPI.Get_library_version())
 
 
 def world_size():

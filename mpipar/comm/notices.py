@@ -8,11 +8,11 @@ import time
 
 import numpy as np
 
-from mpipar.comm.group import live_groups
+from mpipar.comm.group import call_counts
 
 LEFT, REFUSED, FAILED = 0, 1, 2
 _TAG = 32767
-_MOST = 4096        # numbers in one notice; groups past that are left out, which only makes the diagnosis weaker
+_MOST = 1000        # groups told of in one notice, the latest; without the others only the diagnosis is weaker
 
 
 class Notice:
@@ -35,9 +35,9 @@ class Notices:
     def send(self, kind, code):
         """Tell every other rank of the job."""
         numbers = [kind, code]
-        for group in list(live_groups):
-            numbers += [group.key, group.calls]
-        message = np.array(numbers[:_MOST], np.int64)
+        for key, (calls,) in list(call_counts.items())[-_MOST:]:
+            numbers += [key, calls]
+        message = np.array(numbers, np.int64)
         with self._lock:
             for rank in range(self.size):
                 if rank != self.rank:

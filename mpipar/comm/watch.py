@@ -31,9 +31,9 @@ def watch(notices, closing, look, patience, end_job):
             else:
                 missing = [peer] if peer in left and now - since[wait] > patience else []
             if missing:
-                text = (f"waits in {operation} of group {group.name} for rank {missing[0]}, which has left the "
-                        f"program early (exit code {left[missing[0]].code or 'unknown or 0'})")
-                end_job(left[missing[0]].code or 1, text)
+                code = left[missing[0]].code
+                end_job(code or 1, f"waits in {operation} of group {group.name} for rank {missing[0]}, which has left "
+                                   f"the program early" + (f" with exit code {code}" if code else ""))
 
 
 def _waits():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from mpipar.kernels.loss import sum_squares
 from mpipar.models.model import Model
 from mpipar.parallel.data import GradientReducer
@@ -31,4 +33,4 @@ class Gradients:
 
     def squares(self) -> float:
         """This rank's share of the squared global norm: the sum over all ranks counts each element exactly once."""
-        return sum(sum_squares(p.grad) for p in self.counted)
+        return math.fsum(sum_squares(p.grad) for p in self.counted)

@@ -14,6 +14,7 @@ from .polynomials import VECTOR_FLAGS, exp
 from .threads import parallel_for
 from .vector import address, lanes, size_of, stand_alone
 from .views import same_dtype, same_shape
+from .wide import wide_vectors
 
 
 def attention_forward(q, k, v, out, lse):
@@ -141,24 +142,28 @@ def _softmax_tile(scores, rows, keys, diagonal, largest, total, shrink):
 
     shrink[i] = exp(old maximum - new one), by which earlier sums are to be multiplied; returns whether any is not 1."""
     stand_alone(scores.dtype.type(0))
-    for i in range(rows):
-        shrink[i] = largest[i]
+    wide_vectors()
+    # Columns beyond `rows`, up to the end of a whole row, hold nothing that is used: they keep the loops free of remainders.
+    count = BLOCK if rows > BLOCK // 2 else rows
+    masked = scores.dtype.type(-np.inf)
+    top, sums = largest[:count], total[:count]
+    for i in range(count):
+        shrink[i] = top[i]
     for j in range(keys):
-        lo = j if diagonal else 0
-        line, top = scores[j * BLOCK + lo:j * BLOCK + rows], largest[lo:rows]
+        line, lo = scores[j * BLOCK:j * BLOCK + count], j if diagonal else 0
         for i in range(line.size):
-            top[i] = top[i] if top[i] > line[i] else line[i]
+            value = line[i] if i >= lo else masked
+            line[i] = value
+            top[i] = top[i] if top[i] > value else value
     changed = 0
     for i in range(rows):
-        changed += 1 if shrink[i] != largest[i] else 0
-        shrink[i] = exp(shrink[i] - largest[i])
-        total[i] *= shrink[i]
+        changed += 1 if shrink[i] != top[i] else 0
+        shrink[i] = exp(shrink[i] - top[i])
+        sums[i] *= shrink[i]
     for j in range(keys):
-        lo = j if diagonal else 0
-        line, top, sums = scores[j * BLOCK + lo:j * BLOCK + rows], largest[lo:rows], total[lo:rows]
+        line = scores[j * BLOCK:j * BLOCK + count]
         for i in range(line.size):
-            line[i] = exp(line[i] - top[i])
-            sums[i] += line[i]
-        for i in range(j * BLOCK, j * BLOCK + lo):
-            scores[i] = 0
+            value = exp(line[i] - top[i])
+            line[i] = value
+            sums[i] += value
     return changed > 0

@@ -5,6 +5,7 @@ from .attention_tiles import BLOCK, aligned, column_of_tiles, pack_columns, pack
 from .cache import jit
 from .polynomials import SUM_FLAGS, VECTOR_FLAGS, exp
 from .vector import address, lanes, size_of, stand_alone
+from .wide import wide_vectors
 
 
 @jit
@@ -80,17 +81,19 @@ def backward_head(q, k, v, out, dout, dq, dk, dv, lse, q_row, k_row, v_row, out_
 def _differentiate_tile(tile_p, tile_ds, rows, keys, diagonal, lse, delta, factor):
     """tile_p: q k -> P; tile_ds: dP -> dS / sqrt(hd); both [rows, keys]."""
     stand_alone(factor)
+    wide_vectors()
+    # As in the forward pass, a row is longer than what is used of it, so that no loop has a remainder.
+    count = BLOCK if keys > BLOCK // 2 else keys
+    zero = tile_p.dtype.type(0)
     for i in range(rows):
-        seen = min(keys, i + 1) if diagonal else keys
-        p, ds = tile_p[i * BLOCK:i * BLOCK + seen], tile_ds[i * BLOCK:i * BLOCK + seen]
+        seen = i + 1 if diagonal else keys
+        p, ds = tile_p[i * BLOCK:i * BLOCK + count], tile_ds[i * BLOCK:i * BLOCK + count]
         shift, mean = lse[i], delta[i]
         for j in range(p.size):
             value = exp(p[j] * factor - shift)
-            p[j] = value
-            ds[j] = value * (ds[j] - mean) * factor
-        for j in range(i * BLOCK + seen, i * BLOCK + keys):
-            tile_p[j] = 0
-            tile_ds[j] = 0
+            slope = value * (ds[j] - mean) * factor
+            p[j] = value if j < seen else zero
+            ds[j] = slope if j < seen else zero
 
 
 @jit(fastmath=SUM_FLAGS)

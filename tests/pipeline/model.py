@@ -74,7 +74,7 @@ def serial(stages, width, micros, dtype=np.float64):
 
 
 class Wide:
-    """A stage that is cheap for large arrays: y = a * x, the loss is sum(y * y) / 2. micro: the input array."""
+    """A stage that is cheap for large arrays: y = a * x, loss = sum(y * y) / 2. micro: the input array."""
 
     def __init__(self, stage, stages, dtype=np.float32):
         self.a, self.da = 1 + 0.25 * stage, 0.0

@@ -67,6 +67,12 @@ def test_sizes_that_are_asked_for():
         check([[], []])
 
 
+def test_actions_that_are_none():
+    for action in (Action(0, "X", 0), Action(-1, "F", 0), Action(0, "F", -2)):
+        with pytest.raises(ValueError, match=f"{action} on rank 0; valid: a kind of F B I W, numbers from 0"):
+            check([[action]])
+
+
 def test_forward_only_is_asked_for():
     with pytest.raises(ValueError, match="0F0 has no backward: 0B0 is missing"):
         check(forward_only(2, 3))

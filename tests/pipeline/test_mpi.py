@@ -53,7 +53,8 @@ def test_small_activations(group, name, chunks):
 @pytest.mark.parametrize("name, chunks", PLANS)
 def test_activations_of_4_mib(group, name, chunks):
     stages, count = group.size * chunks, 3
-    micros = [np.random.default_rng(micro).standard_normal((1024, 1024), np.float32) for micro in range(count)]
+    random = np.random.default_rng(0)
+    micros = [random.standard_normal((1024, 1024), np.float32) for _ in range(count)]
     assert micros[0].nbytes == 4 << 20
     losses, expected = [], [Wide(stage, stages) for stage in range(stages)]
     for micro in micros:
@@ -76,7 +77,8 @@ def test_random_delays(group, name, chunks):
     random = np.random.default_rng(group.rank)
     micros = micro_batches(4, WIDTH)
     losses, expected = serial(group.size * chunks, WIDTH, micros)
-    result, own = execute(build(name, group.size, 4, chunks), group, lambda *stage: Chunk(*stage, WIDTH), micros,
+    plan = build(name, group.size, 4, chunks)
+    result, own = execute(plan, group, lambda *stage: Chunk(*stage, WIDTH), micros,
                           before=lambda action, last: time.sleep(random.uniform(0, 0.005)))
     assert result.losses == (losses if group.rank == group.size - 1 else [])
     for stage, chunk in own.items():

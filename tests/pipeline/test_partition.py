@@ -22,7 +22,7 @@ def test_an_explicit_split():
     ((3, 4), "3 layers do not fill 4 pipeline stages; valid: at least one layer a stage"),
     ((7, 2, [4, 4]), r"4\+4; valid: 2 counts of at least 1 that add up to 7, such as 4\+3"),
     ((7, 2, [7]), "7; valid: 2 counts"), ((7, 2, [7, 0]), "valid: 2 counts of at least 1"),
-    ((7, 0), "0 stages; valid: at least 1")])
+    ((7, 2, [3.5, 3.5]), r"3.5\+3.5; valid: 2 counts"), ((7, 0), "0 stages; valid: at least 1")])
 def test_what_does_not_fit(arguments, message):
     with pytest.raises(ValueError, match=message):
         split_layers(*arguments)

@@ -118,6 +118,13 @@ def test_hooks_say_which_action_is_the_last_of_its_kind():
     assert programs[0].actions == plan[0]
 
 
+def test_the_last_gradient_of_a_stage_that_splits_some_backwards():
+    plan, last = parse_plan("0F0 0F1 0I0 0B1 0W0"), []
+    run_threads(plan, {0: Chunk(0, 1, WIDTH)}, micro_batches(2, WIDTH),
+                after=lambda action, final: last.append(str(action)) if final else None)
+    assert last == ["0F1", "0I0", "0W0"]
+
+
 def test_saved_values_are_dropped_right_after_backward():
     """Counted by weak references, not by what the executor says."""
     class Saved:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpipar.parallel.pipeline.schedule import SCHEDULES, build, forward_only, parse_plan
-from mpipar.parallel.pipeline.simulate import Costs, bubble_formula, gantt, simulate
+from mpipar.parallel.pipeline.simulate import Costs, bubble_formula, gantt, measured_costs, simulate
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -133,6 +133,17 @@ def test_costs_of_the_halves():
         simulate(plan, Costs(1, input_grad=1))
     with pytest.raises(ValueError, match="valid: wall, ideal"):
         bubble_formula(4, 8, of="time")
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_measured_costs_of_a_prediction_predict_it_again(name):
+    plan = build(name, 3, 4, 2 if name == "interleaved" else 1)
+    costs = Costs(forward=[1, 2, 3, 1, 2, 3], input_grad=[2, 2, 1, 2, 2, 1], weight_grad=[1, 0, 1, 1, 0, 1])
+    found = simulate(plan, costs)
+    again = simulate(plan, measured_costs(found.timelines))
+    assert (again.makespan, again.busy) == (found.makespan, found.busy)
+    assert again.critical_path == found.critical_path
+    assert measured_costs([[]]).forward == 0
 
 
 def test_the_slowest_stage_sets_the_pace():

@@ -13,6 +13,7 @@ wait for the computation to end. Stages on one rank hand their arrays over witho
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from mpipar.parallel.pipeline.schedule import Action, placement
@@ -57,12 +58,12 @@ class Program:
     micro_batches: int
     instructions: tuple
 
-    @property
+    @cached_property
     def actions(self):
         """The actions alone, in order."""
         return [instruction for instruction in self.instructions if isinstance(instruction, Action)]
 
-    @property
+    @cached_property
     def own_stages(self):
         """The stages of this rank, ascending."""
         return sorted({action.stage for action in self.actions})

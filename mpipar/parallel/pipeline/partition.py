@@ -17,8 +17,9 @@ def split_layers(layers, stages, explicit=None):
     if explicit is None:
         share, rest = divmod(layers, stages)
         return [share + (stage < rest) for stage in range(stages)]
-    counts = [int(count) for count in explicit]
-    if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
+    counts = list(explicit)
+    fit = all(isinstance(count, int) and count >= 1 for count in counts)
+    if not fit or len(counts) != stages or sum(counts) != layers:
         raise ValueError(f"layers per stage {_text(counts)}; valid: {stages} counts of at least 1 that "
                          f"add up to {layers}, such as {_text(split_layers(layers, stages))}")
     return counts

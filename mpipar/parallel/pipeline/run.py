@@ -66,9 +66,9 @@ def run(program, chunks, micro_batches, mailbox=None, *, before=None, after=None
 
     chunks: the chunk of each stage of this rank, {stage: chunk}. micro_batches: list of M values, one for
     each micro-batch. mailbox: see `mailbox`; not needed where nothing is sent. before, after: called as
-    `f(action, last)` around each action, once its input is there; last: no later action of this program has
-    the same stage and kind (so after a last `B` or `W` the gradients of that stage are complete). Raises
-    ValueError if chunks or micro-batches do not belong to the program.
+    `f(action, last)` around each action, once its input is there; last: it is the last of its stage and kind,
+    where `B` and `W` count as one kind, so that after it the gradients of that stage's weights are complete.
+    Raises ValueError if chunks or micro-batches do not belong to the program.
     """
     if len(micro_batches) != program.micro_batches:
         raise ValueError(f"{len(micro_batches)} micro-batches given; "
@@ -99,7 +99,7 @@ class _Execution:
         self.before = before
         self.after = after
         self.keep = any(action.kind != "F" for action in program.actions)
-        self.last_use = {(action.stage, action.kind): action for action in program.actions}
+        self.last = {self.part(action): action for action in program.actions}
         self.saved = {}      # (stage, micro-batch) -> what forward saved, received x, shape and dtype of y
         self.delayed = {}    # (stage, micro-batch) -> functions left for W, arrays that are free after it
         self.local = {}      # message -> array that goes to another stage of this rank
@@ -127,6 +127,11 @@ class _Execution:
         assert not (self.saved or self.delayed or self.local or self.outgoing), "the plan left work undone"
         return self.result
 
+    @staticmethod
+    def part(action):
+        """B and W are one part: both complete the gradients of weights."""
+        return action.stage, "B" if action.kind == "W" else action.kind
+
     def post(self, receive):
         stage, direction, micro = key = receive[:3]
         if direction == "F":
@@ -144,7 +149,7 @@ class _Execution:
             given = self.local.pop(source)
         elif source is not None:
             given = received = self.mailbox.take(source)
-        last = self.last_use[action.stage, action.kind] is action
+        last = self.last[self.part(action)] is action
         if self.before is not None:
             self.before(action, last)
         start = perf_counter()

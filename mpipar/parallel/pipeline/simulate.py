@@ -125,6 +125,22 @@ def simulate(plan, costs=Costs()):
                       tuple(live_activations(actions) for actions in plan), tuple(reversed(path)))
 
 
+def measured_costs(timelines):
+    """Costs from what was measured: for each stage the mean time of each kind; messages free.
+
+    timelines: of all ranks, lists of (action, start, end), such as `RunResult.timeline` of each.
+    """
+    times = {}
+    for action, start, end in (span for timeline in timelines for span in timeline):
+        times.setdefault(action.kind, {}).setdefault(action.stage, []).append(end - start)
+    stages = 1 + max((stage for by_stage in times.values() for stage in by_stage), default=-1)
+    means = {}
+    for kind, by_stage in times.items():
+        found = [by_stage.get(stage, ()) for stage in range(stages)]
+        means[kind] = [_ratio(sum(durations), len(durations)) for durations in found]
+    return Costs(means.get("F", 0), means.get("B"), means.get("I"), means.get("W"))
+
+
 def bubble_formula(ranks, micro_batches, chunks=1, *, of="wall"):
     """The lecture's bubble for equal stages: of="wall" (P-1)/(vM+P-1), of="ideal" (P-1)/(vM)."""
     if of not in ("wall", "ideal"):
