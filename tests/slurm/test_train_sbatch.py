@@ -1,5 +1,5 @@
 """slurm/train.sbatch on a real SLURM of three virtual nodes."""
-import importlib.util
+
 import json
 import os
 import pathlib
@@ -20,7 +20,9 @@ SIX = ("--nodes=3", "--ntasks-per-node=2")
 def library():
     """The MPI library that this Python uses. Asked in another process: this one stays without MPI."""
     ask = "from mpi4py import MPI; print(MPI.Get_library_version())"
-    return subprocess.run([sys.executable, "-c", ask], env=launch.environment(1), stdout=subprocess.PIPE, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", ask], env=launch.environment(1), stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +38,18 @@ def launcher(request, mpich):
 
 
 def submit(slurm, folder, *arguments, options=SIX, launcher="mpirun", program=WHERE, **environment):
-    return slurm.sbatch(*options, f"--output={folder}/out", f"--chdir={folder}", SCRIPT, *arguments, LAUNCH=launcher,
-                        PYTHON=sys.executable, PYTHONPATH=str(ROOT), PROGRAM=str(program), **environment)
+    return slurm.sbatch(
+        *options,
+        f"--output={folder}/out",
+        f"--chdir={folder}",
+        SCRIPT,
+        *arguments,
+        LAUNCH=launcher,
+        PYTHON=sys.executable,
+        PYTHONPATH=str(ROOT),
+        PROGRAM=str(program),
+        **environment,
+    )
 
 
 def output(folder):
@@ -50,7 +62,9 @@ def test_six_ranks_on_three_nodes(slurm, tmp_path, launcher):
     state, text = slurm.wait(job), output(tmp_path)
     assert state["JobState"] == "COMPLETED", text
     assert "train.sbatch: 6 ranks on n1 (2), n2 (2), n3 (2)" in text
-    places = json.loads(next(line for line in text.splitlines() if line.startswith("places:")).removeprefix("places:"))
+    places = json.loads(
+        next(line for line in text.splitlines() if line.startswith("places:")).removeprefix("places:")
+    )
     assert places == [[node, 2, "2"] for node in ("n1", "n1", "n2", "n2", "n3", "n3")]
 
 
@@ -64,7 +78,7 @@ def test_worlds_of_one_rank_are_refused(slurm, tmp_path):
 def test_a_signal_reaches_all_ranks(slurm, tmp_path, launcher):
     job = submit(slurm, tmp_path, "--until-stopped", launcher=launcher)
     slurm.wait(job, until=lambda state: "places:" in output(tmp_path))
-    slurm.run("scancel", "--batch", "--signal=USR1", job)        # what happens a minute before the time limit
+    slurm.run("scancel", "--batch", "--signal=USR1", job)  # what happens a minute before the time limit
     state, text = slurm.wait(job), output(tmp_path)
     assert state["JobState"] == "COMPLETED" and "stopped by a signal" in text, text
 
@@ -87,8 +101,10 @@ def test_loss_of_a_node_fails_the_job(slurm, tmp_path):
         slurm.control("revive", "n3")
 
 
-TRAIN = ("--model gpt --layers 2 --dim 32 --heads 2 --seq 16 --vocab 64 --data random --dtype float64 --steps 3 --global-batch 12 "
-         "--tp 2").split()
+TRAIN = (
+    "--model gpt --layers 2 --dim 32 --heads 2 --seq 16 --vocab 64 --data random --dtype float64 "
+    "--steps 3 --global-batch 12 --tp 2"
+).split()
 
 
 def losses(path):
@@ -96,12 +112,11 @@ def losses(path):
     return [line["loss"] for line in lines if line["event"] == "step"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mpipar.train") is None, reason="mpipar.train does not exist yet")
 def test_the_job_computes_what_mpirun_does(slurm, tmp_path, launcher):
     here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
     environment = {**launch.environment(6), "PYTHONPATH": str(ROOT)}
-    subprocess.run([*launch.mpirun(6), sys.executable, "-m", "mpipar.train", *TRAIN, "--threads", "1", "--metrics", str(here)],
-                   cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, check=True, timeout=300)
+    command = [*launch.mpirun(6), sys.executable, "-m", "mpipar.train", *TRAIN, "--threads", "1"]
+    subprocess.run([*command, "--metrics", str(here)], cwd=tmp_path, env=environment, check=True, timeout=300)
     job = submit(slurm, tmp_path, *TRAIN, "--metrics", there, launcher=launcher, program="-m mpipar.train")
     state = slurm.wait(job, timeout=300)
     assert state["JobState"] == "COMPLETED", output(tmp_path)

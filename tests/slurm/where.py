@@ -1,5 +1,7 @@
-"""Run by a job: says how many ranks there are and which of them share a node, and ends as mpipar.train does, with an "end" line in
-the file after --metrics. `--until-stopped` makes it wait for SIGUSR1, `--end-silently` leaves the line out."""
+"""Run by a job: says how many ranks there are and which of them share a node, and ends as mpipar.train
+does, with an "end" line in the file after --metrics. `--until-stopped` makes it wait for SIGUSR1,
+`--end-silently` leaves the line out."""
+
 import json
 import os
 import signal
