@@ -64,7 +64,7 @@ def test_a_v_shaped_placement_hands_over_without_messages():
 
 
 def test_a_view_that_stays_on_the_rank_is_not_overwritten():
-    """Stage 2 writes dx over the array it received; it waits there for stage 1 while more gradients arrive."""
+    """Stage 2 writes dx over the array it received, which waits for stage 1 while more gradients arrive."""
     micros = range(6)
     rank_0 = [f"0F{i}" for i in micros] + [f"3F{i} 3B{i}" for i in micros] + [f"0B{i}" for i in micros]
     rank_1 = [f"1F{i} 2F{i}" for i in micros] + [f"2B{i}" for i in micros] + [f"1B{i}" for i in micros]
