@@ -59,7 +59,7 @@ def bias_residual(x, bias, residual, out):
 def column_sum(dy, out, *, accumulate=True):
     """out[n] (+)= sum over r of dy[r, n]: the gradient of a bias. dy: [R, N], C-contiguous; out: [N].
 
-    Rows are summed in blocks of fixed length, so that the rounding error grows with R / 64 only."""
+    Rows are summed in blocks of 64, the blocks' sums in float64: the rounding error does not grow with R."""
     same_dtype(dy, out)
     rows, columns = dy.shape
     if out.shape != (columns,):
@@ -142,7 +142,7 @@ def _bias_residual_to(x, bias, out):
 @jit(fastmath=SUM_FLAGS)
 def _column_sum(dy, out, first, accumulate):
     rows, columns = dy.shape[0], out.size
-    total, block = np.zeros(columns, dy.dtype), np.zeros(columns, dy.dtype)
+    total, block = np.zeros(columns), np.zeros(columns, dy.dtype)
     for start in range(0, rows, BLOCK_ROWS):
         block[:] = 0
         for r in range(start, min(start + BLOCK_ROWS, rows)):
@@ -152,7 +152,7 @@ def _column_sum(dy, out, first, accumulate):
         for n in range(columns):
             total[n] += block[n]
     for n in range(columns):
-        out[n] = out[n] + total[n] if accumulate else total[n]
+        out[n] = (out[n] if accumulate else 0.0) + total[n]
 
 
 @jit

@@ -6,6 +6,7 @@ from .polynomials import VECTOR_FLAGS, exp, inlined, normal
 from .shapes import check_gelu_form
 from .threads import parallel_for
 from .views import begin_together, ranges, same_dtype, same_shape, source, target
+from .wide import wide_vectors
 
 GRAIN = 16384
 
@@ -91,18 +92,21 @@ def _tanh_slope(x, c, a, one):
 
 @jit(fastmath=VECTOR_FLAGS)
 def _erf_forward(x, out):
+    wide_vectors()
     for i in range(x.size):
         out[i] = _erf_value(x[i])
 
 
 @jit(fastmath=VECTOR_FLAGS)
 def _erf_in_place(x):
+    wide_vectors()
     for i in range(x.size):
         x[i] = _erf_value(x[i])
 
 
 @jit(fastmath=VECTOR_FLAGS)
 def _erf_backward(x, dy, dx):
+    wide_vectors()
     inverse_root = x.dtype.type(0.3989422804014327)
     for i in range(x.size):
         dx[i] = dy[i] * _erf_slope(x[i], inverse_root)
@@ -110,6 +114,7 @@ def _erf_backward(x, dy, dx):
 
 @jit(fastmath=VECTOR_FLAGS)
 def _erf_backward_in_place(x, dy):
+    wide_vectors()
     inverse_root = x.dtype.type(0.3989422804014327)
     for i in range(x.size):
         dy[i] *= _erf_slope(x[i], inverse_root)
@@ -123,6 +128,7 @@ def _tanh_constants(x):
 
 @jit(fastmath=VECTOR_FLAGS)
 def _tanh_forward(x, out):
+    wide_vectors()
     c, a, one = _tanh_constants(x)
     for i in range(x.size):
         out[i] = _tanh_value(x[i], c, a, one)
@@ -130,6 +136,7 @@ def _tanh_forward(x, out):
 
 @jit(fastmath=VECTOR_FLAGS)
 def _tanh_in_place(x):
+    wide_vectors()
     c, a, one = _tanh_constants(x)
     for i in range(x.size):
         x[i] = _tanh_value(x[i], c, a, one)
@@ -137,6 +144,7 @@ def _tanh_in_place(x):
 
 @jit(fastmath=VECTOR_FLAGS)
 def _tanh_backward(x, dy, dx):
+    wide_vectors()
     c, a, one = _tanh_constants(x)
     for i in range(x.size):
         dx[i] = dy[i] * _tanh_slope(x[i], c, a, one)
@@ -144,6 +152,7 @@ def _tanh_backward(x, dy, dx):
 
 @jit(fastmath=VECTOR_FLAGS)
 def _tanh_backward_in_place(x, dy):
+    wide_vectors()
     c, a, one = _tanh_constants(x)
     for i in range(x.size):
         dy[i] *= _tanh_slope(x[i], c, a, one)

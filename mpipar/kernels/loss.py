@@ -9,6 +9,7 @@ from .cache import jit
 from .polynomials import SUM_FLAGS, exp
 from .threads import parallel_for
 from .views import begin_together, ranges, same_dtype, same_shape, source, target
+from .wide import wide_vectors
 
 GRAIN = 32768  # elements of a task
 BLOCK = 4096  # elements whose squares are summed on their own
@@ -91,16 +92,19 @@ def _indices(targets):
 # Comparing may assume that there is no NaN: a row that has one ends as NaN through its sum of exponentials.
 @jit(fastmath={"nnan": True, "nsz": True, "reassoc": True})
 def _row_max(logits, out):
+    wide_vectors()
     lowest = logits.dtype.type(-np.inf)
     for r in range(logits.shape[0]):
         largest = lowest
         for j in range(logits.shape[1]):
-            largest = max(largest, logits[r, j])
+            value = logits[r, j]
+            largest = value if value > largest else largest
         out[r] = largest
 
 
 @jit(fastmath=SUM_FLAGS)
 def _sums(logits, maximum, targets, lo, sum_exp, target_logit):
+    wide_vectors()
     zero = logits.dtype.type(0)
     for r in range(logits.shape[0]):
         largest, total = maximum[r], zero
@@ -116,6 +120,7 @@ def _sums(logits, maximum, targets, lo, sum_exp, target_logit):
 
 @jit(fastmath=SUM_FLAGS)
 def _backward(logits, maximum, sum_exp, targets, lo, scale, dlogits):
+    wide_vectors()
     for r in range(logits.shape[0]):
         if targets[r] < 0:
             dlogits[r, :] = 0
@@ -130,6 +135,7 @@ def _backward(logits, maximum, sum_exp, targets, lo, scale, dlogits):
 
 @jit(fastmath=SUM_FLAGS)
 def _backward_in_place(maximum, sum_exp, targets, lo, scale, logits):
+    wide_vectors()
     for r in range(logits.shape[0]):
         if targets[r] < 0:
             logits[r, :] = 0

@@ -5,6 +5,7 @@ from .cache import jit
 from .polynomials import SUM_FLAGS
 from .threads import parallel_for
 from .views import ranges, same_dtype, same_shape, source, target
+from .wide import wide_vectors
 
 BLOCK_ROWS = 32  # rows whose share of dgamma and dbeta is summed on its own, whatever the number of threads
 
@@ -67,6 +68,7 @@ def _check(rows, columns, per_row, *per_column):
 
 @jit(fastmath=SUM_FLAGS)
 def _forward(x, gamma, beta, out, mean, rstd, eps):
+    wide_vectors()
     rows, columns = x.shape
     number = x.dtype.type
     if columns == 0:
@@ -93,6 +95,7 @@ def _forward(x, gamma, beta, out, mean, rstd, eps):
 def _backward(x, gamma, mean, rstd, dy, dx, residual, add, partial):
     # xhat = (x - mean) rstd, g = gamma dy:  dx = rstd (g - mean_D(g) - xhat mean_D(g xhat))
     # dgamma += sum_r dy xhat,  dbeta += sum_r dy
+    wide_vectors()
     rows, columns = x.shape
     number = x.dtype.type
     if columns == 0:
@@ -130,7 +133,7 @@ def _backward(x, gamma, mean, rstd, dy, dx, residual, add, partial):
 
 @jit
 def _join(partial, dgamma, dbeta):
-    gammas, betas = np.zeros(dgamma.size, partial.dtype), np.zeros(dgamma.size, partial.dtype)
+    gammas, betas = np.zeros(dgamma.size), np.zeros(dgamma.size)  # float64: the error does not grow with the rows
     for block in range(partial.shape[0] // 2):
         for d in range(dgamma.size):
             gammas[d] += partial[2 * block, d]

@@ -74,8 +74,8 @@ def _normal_float64(x):
 
 
 def exp(x):
-    """e^x in the precision of x, inside kernels."""
-    return math.exp(x)
+    """e^x in the precision of x, inside kernels; large results are held at a finite number, as 1 / (1 + e^x) needs."""
+    return math.exp(min(x, 709.0))
 
 
 def normal(x):
@@ -87,7 +87,7 @@ def normal(x):
 def _exp(x):
     if x == types.float32:
         return lambda x: exp_float32(x)
-    return lambda x: math.exp(x)
+    return lambda x: math.exp(709.0 if x > 709.0 else x)
 
 
 @overload(normal, jit_options={"forceinline": True})
