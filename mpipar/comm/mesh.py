@@ -166,7 +166,7 @@ def fit(ranks, sizes):
     for axis, size in given.items():
         rest = math.prod(n for other, n in given.items() if other != axis)
         if ranks % size:
-            raise ValueError(f"{axis}={size} does not divide {ranks} ranks: {axis} can be {_list(_divisors(ranks))}")
+            raise ValueError(f"{axis}={size} does not divide {ranks} rank{'s' * (ranks > 1)}: {axis} can be {_list(_divisors(ranks))}")
         if ranks % (rest * size) and ranks % rest == 0:
             raise ValueError(f"{axis}={size} does not fit {ranks} ranks beside "
                              f"{' and '.join(f'{a}={n}' for a, n in given.items() if a != axis and n > 1)}: "

@@ -27,13 +27,13 @@ def watch(notices, closing, look, patience, end_job):
         for wait in waits:
             _, group, operation, number, peer = wait
             if peer is None:
-                missing = [rank for rank in left if left[rank].calls.get(group.key, number) < number]
+                missing = [rank for rank in sorted(left) if left[rank].calls.get(group.key, number) < number]
             else:
                 missing = [peer] if peer in left and now - since[wait] > patience else []
             if missing:
                 code = left[missing[0]].code
-                end_job(code or 1, f"waits in {operation} of group {group.name} for rank {missing[0]}, which has left "
-                                   f"the program early" + (f" with exit code {code}" if code else ""))
+                end_job(code or 1, f"waits in {operation} of group {group.name} for rank {', '.join(map(str, missing))}, "
+                                   "which left the program early" + (f" with exit code {code}" if code else ""))
 
 
 def _waits():

@@ -14,7 +14,7 @@ def every_operation(group, n, *, start=False, exact=True):
 
     def draw(*shape):
         x = np.random.default_rng([group.rank, n]).standard_normal(shape).astype("f4")
-        return np.round(8 * x) / 8 if exact else x
+        return np.round(8 * x) / 8 + 0.0 if exact else x           # + 0.0: no negative zeros
 
     sizes, ranks, me = split_sizes(n, group.size), group.size, group.rank
     root = me == 0

@@ -67,7 +67,7 @@ def leave_early(wait):
 def rank_0_works_on():
     """Nothing is wrong: the others are done, rank 0 has some work left."""
     if mesh().rank == 0:
-        time.sleep(4)
+        time.sleep(3)
         print("rank 0 is done")
 
 
@@ -106,7 +106,7 @@ def cut():
     from mpipar.comm.mesh import Mesh
     from tests.comm.operations import different, every_operation
     found = []
-    for n in (0, 1, 999, 1000, 1001, 2500):
+    for n in (1001, 2500):
         results = []
         for limit in ("", "1000"):
             os.environ["MPIPAR_MAX_COUNT"] = limit

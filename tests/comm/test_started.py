@@ -97,6 +97,7 @@ def test_several_at_once_finish_in_any_order(comm):
 def test_buffers_of_a_dropped_operation_are_kept(comm):
     """MPI may still write to them, so they are not given back to Python."""
     with Mesh(comm) as mesh:
+        gc.collect()
         kept = len(pending_module._abandoned)
         x = np.ones(100_000)
         alive = weakref.ref(x)
