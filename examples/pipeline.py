@@ -19,7 +19,8 @@ def main():
     source = text(seq=64, global_batch=16)
     losses = {}
     for name in SCHEDULES:
-        model = GPT(layers=max(4, mesh.pp.size), dim=64, heads=4, seq=64, mesh=mesh)
+        virtual = 2 if name == "interleaved" else 1  # stages on each rank
+        model = GPT(layers=2 * mesh.pp.size, dim=64, heads=4, seq=64, mesh=mesh, virtual_stages=virtual)
         trainer = Trainer(model, SGD(lr=0.1), schedule=name, micro_batches=MICRO_BATCHES)
         meter = BubbleMeter()
         for step in range(1, STEPS + 1):

@@ -5,8 +5,9 @@ order is packed into one first, because MPI would send a Fortran array in memory
 """
 import numpy as np
 
-# Type letters of numpy that have an MPI type with arithmetic: float32, float64, signed and unsigned integers.
-_ARITHMETIC = frozenset("fdbBhHiIlLqQ")
+# Types of numpy that have an MPI type with arithmetic, in native byte order; bool is only moved and compared.
+_ARITHMETIC = frozenset(np.dtype(letter) for letter in "fdbBhHiIlLqQ")
+_BOOL = np.dtype(bool)
 OPERATIONS = ("sum", "mean", "min", "max")
 
 
@@ -31,7 +32,7 @@ def check_array(x, *, writable=False):
     """Raise unless x is an array that can be sent (TypeError for another object, ValueError for the wrong kind)."""
     if not isinstance(x, np.ndarray):
         raise TypeError(f"a group sends NumPy arrays, not {type(x).__name__}: wrap it, as in np.array(x)")
-    if x.dtype.char not in _ARITHMETIC and x.dtype.char != "?" or not x.dtype.isnative:
+    if x.dtype not in _ARITHMETIC and x.dtype != _BOOL:
         raise ValueError(f"dtype {x.dtype} cannot be sent: valid are float32, float64, integers and bool in native byte order")
     if writable and not x.flags.writeable:
         raise ValueError("the array is read-only, and the result is written into it")
@@ -41,10 +42,9 @@ def check_operation(x, op):
     """Raise ValueError unless `op` is defined for the type of x."""
     if op not in OPERATIONS:
         raise ValueError(f"op={op!r} is unknown: valid are {', '.join(OPERATIONS)}")
-    kind = x.dtype.kind
-    if op == "mean" and kind != "f":
+    if op == "mean" and x.dtype.kind != "f":
         raise ValueError(f"the mean of {x.dtype} is not a {x.dtype}: take the sum, or convert to float32 or float64")
-    if op == "sum" and kind == "b":
+    if op == "sum" and x.dtype == _BOOL:
         raise ValueError("the sum of bool is not a bool: take max for `any`, min for `all`, or convert to an integer")
 
 
@@ -62,7 +62,7 @@ def packed(x):
 
 def wire(x):
     """A C-contiguous array as MPI takes it: bool as bytes, so that min and max are defined."""
-    return x.view(np.uint8) if x.dtype.char == "?" else x
+    return x.view(np.uint8) if x.dtype == _BOOL else x
 
 
 def chunks(x, limit):

@@ -21,12 +21,11 @@ class Plan:
     `bytes` and `sent`: see record.py. `peer`: the other rank of a send or receive, None for a collective; `number`:
     which collective call of the group it is, from 1."""
 
-    __slots__ = ("operation", "calls", "result", "finish", "pairwise", "bytes", "sent", "peer", "number")
+    pairwise, peer, number = False, None, 0
 
-    def __init__(self, operation, result, calls=(), finish=None, *, pairwise=False, bytes=0, sent=0, peer=None):
-        self.operation, self.result, self.calls, self.finish = operation, result, calls, finish
-        self.pairwise, self.bytes, self.sent = pairwise, bytes, sent
-        self.peer, self.number = peer, 0
+    def __init__(self, operation, result, calls=(), finish=None, bytes=0, sent=0):
+        self.operation, self.result, self.calls = operation, result, calls
+        self.finish, self.bytes, self.sent = finish, bytes, sent
 
 
 def barrier(group):
@@ -50,7 +49,7 @@ def all_reduce(group, x, op):
                 np.divide(message, ranks, out=x)
             else:
                 x[...] = message
-    return Plan("all_reduce", x, calls, finish, bytes=x.nbytes, sent=2 * x.nbytes * (ranks - 1) // ranks)
+    return Plan("all_reduce", x, calls, finish, x.nbytes, 2 * x.nbytes * (ranks - 1) // ranks)
 
 
 def reduce(group, x, root, op):
@@ -69,7 +68,7 @@ def reduce(group, x, root, op):
     if op == "mean" and at_root:
         def finish():
             np.divide(received, group.size, out=received)
-    return Plan("reduce", received, calls, finish, bytes=x.nbytes, sent=0 if at_root else x.nbytes)
+    return Plan("reduce", received, calls, finish, x.nbytes, 0 if at_root else x.nbytes)
 
 
 def broadcast(group, x, root):
@@ -87,7 +86,7 @@ def broadcast(group, x, root):
         def finish():
             x[...] = message
     last = (root - 1) % group.size
-    return Plan("broadcast", x, calls, finish, bytes=x.nbytes, sent=0 if group.rank == last else x.nbytes)
+    return Plan("broadcast", x, calls, finish, x.nbytes, 0 if group.rank == last else x.nbytes)
 
 
 def all_gather(group, x, axis, sizes, out):
@@ -119,7 +118,7 @@ def all_gather(group, x, axis, sizes, out):
         def finish():
             buffers.unpack_parts(received, out, axis, sizes)
     sent = out.nbytes * (group.size - 1) // group.size
-    return Plan("all_gather", out, calls, finish, bytes=out.nbytes, sent=sent)
+    return Plan("all_gather", out, calls, finish, out.nbytes, sent)
 
 
 def reduce_scatter(group, x, axis, op, sizes, out):
@@ -155,7 +154,7 @@ def reduce_scatter(group, x, axis, op, sizes, out):
                 np.divide(received, ranks, out=out)
             else:
                 out[...] = received
-    return Plan("reduce_scatter", out, calls, finish, bytes=x.nbytes, sent=x.nbytes * (ranks - 1) // ranks)
+    return Plan("reduce_scatter", out, calls, finish, x.nbytes, x.nbytes * (ranks - 1) // ranks)
 
 
 def _reduce_scatter_rounds(message, target, lengths, limit, call):
@@ -201,7 +200,7 @@ def gather(group, x, root, axis, sizes):
     if at_root and not direct:
         def finish():
             buffers.unpack_parts(received, out, axis, sizes)
-    return Plan("gather", out, calls, finish, bytes=x.nbytes, sent=0 if at_root else x.nbytes)
+    return Plan("gather", out, calls, finish, x.nbytes, 0 if at_root else x.nbytes)
 
 
 def scatter(group, x, root, axis, sizes, out, shape, dtype):
@@ -244,8 +243,8 @@ def scatter(group, x, root, axis, sizes, out, shape, dtype):
     if received is not out:
         def finish():
             out[...] = received
-    return Plan("scatter", out, calls, finish, bytes=x.nbytes if at_root else out.nbytes,
-                sent=x.nbytes - out.nbytes if at_root else 0)
+    return Plan("scatter", out, calls, finish, x.nbytes if at_root else out.nbytes,
+                x.nbytes - out.nbytes if at_root else 0)
 
 
 def all_to_all(group, x, axis):
@@ -270,8 +269,9 @@ def all_to_all(group, x, axis):
     if not direct:
         def finish():
             buffers.unpack_parts(received, out, axis, sizes)
-    return Plan("all_to_all", out, calls, finish, pairwise=pairwise, bytes=x.nbytes,
-                sent=x.nbytes * (group.size - 1) // group.size)
+    plan = Plan("all_to_all", out, calls, finish, x.nbytes, x.nbytes * (group.size - 1) // group.size)
+    plan.pairwise = pairwise
+    return plan
 
 
 def all_to_all_v(group, x, send_counts, receive_counts):
@@ -297,7 +297,9 @@ def all_to_all_v(group, x, send_counts, receive_counts):
     else:
         calls = [("Alltoallv", ([message, sends], [received, receives]))]
     leaving = (x.shape[0] - send_counts[group.rank]) * row * x.itemsize
-    return Plan("all_to_all_v", out, calls, None, pairwise=pairwise, bytes=x.nbytes, sent=leaving)
+    plan = Plan("all_to_all_v", out, calls, None, x.nbytes, leaving)
+    plan.pairwise = pairwise
+    return plan
 
 
 def _pairs(group, message, sends, received, receives):
@@ -320,7 +322,9 @@ def send(group, x, to, tag):
     check_peer(group, to, tag, "to")
     name = "Ssend" if group.synchronous else "Send"
     parts = buffers.chunks(buffers.wire(buffers.packed(x)), group.limit) or (np.empty(0, np.uint8),)
-    return Plan("send", None, [(name, (part, to, tag)) for part in parts], bytes=x.nbytes, sent=x.nbytes, peer=to)
+    plan = Plan("send", None, [(name, (part, to, tag)) for part in parts], None, x.nbytes, x.nbytes)
+    plan.peer = to
+    return plan
 
 
 def recv(group, out, source, tag):
@@ -332,7 +336,9 @@ def recv(group, out, source, tag):
     if received is not out:
         def finish():
             out[...] = received
-    return Plan("recv", out, [("Recv", (part, source, tag)) for part in parts], finish, bytes=out.nbytes, peer=source)
+    plan = Plan("recv", out, [("Recv", (part, source, tag)) for part in parts], finish, out.nbytes)
+    plan.peer = source
+    return plan
 
 
 def check_rank(group, rank, what):

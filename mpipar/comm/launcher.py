@@ -76,9 +76,11 @@ def settings(environ=os.environ):
     if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") == environ.get("OMPI_COMM_WORLD_SIZE", "1"):
         # On one node Open MPI needs no network, and looking for one takes it over a second.
         wanted.update(OMPI_MCA_pml="ob1", OMPI_MCA_btl="self,sm", OMPI_MCA_osc="^ucx")
-    # Open MPI's usual choice, a ring, adds the ranks in another order for each piece of an array, so that the last
-    # bits depend on how an array is cut into messages. Recursive halving adds them in one order everywhere.
-    wanted.update(OMPI_MCA_coll_tuned_use_dynamic_rules="1", OMPI_MCA_coll_tuned_allreduce_algorithm="6",
+    # In the libraries' usual choice the order in which the ranks are added depends on the size of the message, and in
+    # a ring on the place in it, so the last bits of a sum depend on how an array is cut into messages. Recursive
+    # halving adds in one order everywhere, and sends no more than a ring.
+    wanted.update(MPIR_CVAR_REDUCE_INTRA_ALGORITHM="reduce_scatter_gather",
+                  OMPI_MCA_coll_tuned_use_dynamic_rules="1", OMPI_MCA_coll_tuned_allreduce_algorithm="6",
                   OMPI_MCA_coll_tuned_reduce_algorithm="7", OMPI_MCA_coll_tuned_reduce_scatter_algorithm="2",
                   OMPI_MCA_coll_tuned_reduce_scatter_block_algorithm="3")
     return {name: value for name, value in wanted.items() if name not in environ}

@@ -12,13 +12,15 @@ from typing import Annotated, Literal
 
 import tyro
 
+from mpipar.parallel.pipeline.schedule import build
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
 LATER = {
-    "experts", "ep", "cp", "virtual-stages", "zero", "comm", "overlap", "no-overlap", "recompute", "checkpoint",
+    "experts", "ep", "cp", "zero", "comm", "overlap", "no-overlap", "recompute", "checkpoint",
     "save-every", "keep", "resume", "trace",
 }  # fixed names of things that don't exist yet: refused by name, never ignored
 
@@ -53,10 +55,12 @@ class Config:
     """Pipeline stages."""
     order: str = "dp,pp,tp"
     """The mesh's axes, slowest first."""
-    schedule: Literal["naive", "gpipe", "1f1b"] = "1f1b"
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     """Order of the micro-batches in the pipeline."""
     micro_batches: int | None = None
     """Parts into which each replica cuts its rows [default: 1 without a pipeline, else 2 x stages if that many rows]."""
+    virtual_stages: int | None = None
+    """Stages on each pipeline rank [default: 2 for interleaved, else 1]."""
     layers_per_stage: str | None = None
     """Layers of each stage, such as 3,2,2 [default: as even as possible, the first stages one more]."""
     global_batch: int | None = None
@@ -112,20 +116,24 @@ class Config:
         micro = self.micro_batches
         if micro is None:
             micro = 1 if self.pp == 1 else max(min(2 * self.pp, rows), 1)
+        virtual = self.virtual_stages
+        if virtual is None:
+            virtual = 2 if self.schedule == "interleaved" else 1
         return dataclasses.replace(
-            self, tp=tp, dp=dp, global_batch=batch, micro_batches=micro,
+            self, virtual_stages=virtual, tp=tp, dp=dp, global_batch=batch, micro_batches=micro,
             dim=self.dim if self.dim is not None else (128 if gpt else 1024),
             lr_min=self.lr_min if self.lr_min is not None else self.lr / 10,
         )
 
     def check(self) -> None:
         """Refuse numbers that can't be meant (of a resolved configuration); ValueError names what would do."""
-        for name in ("layers", "dim", "heads", "seq", "vocab", "global_batch", "micro_batches"):
+        for name in ("layers", "dim", "heads", "seq", "vocab", "global_batch", "micro_batches", "virtual_stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} is not valid: it must be at least 1")
         for name in ("steps", "warmup", "eval_every", "eval_steps", "generate", "clip", "weight_decay", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} is not valid: it must be at least 0")
+        build(self.schedule, self.pp, self.micro_batches, self.virtual_stages)
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"--threads {self.threads} is not valid: it must be at least 1")
         if self.global_batch % self.dp:

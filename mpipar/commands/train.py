@@ -78,7 +78,7 @@ def build_model(config: Config, mesh: Mesh) -> GPT | MLP:
     """The model of a configuration on a mesh."""
     common = dict(
         layers=config.layers, dim=config.dim, mesh=mesh, dtype=config.dtype, seed=config.seed,
-        layers_per_stage=config.stage_layers(),
+        virtual_stages=config.virtual_stages, layers_per_stage=config.stage_layers(),
     )
     if config.model == "mlp":
         return MLP(**common)

@@ -27,6 +27,7 @@ from mpipar.engine.trainer import Trainer
 from mpipar.kernels.settings import settings
 from mpipar.kernels.threads import limit_threads
 from mpipar.models.gpt import GPT
+from mpipar.parallel.pipeline.schedule import SCHEDULES
 
 BOUNDS = {"first loss": 1e-12, "losses": 1e-9, "norms": 1e-9, "gradients": 1e-10, "weights": 1e-9}
 
@@ -72,7 +73,7 @@ def run(options: Options, mesh: Mesh, schedule: str, damage=None) -> Outcome:
     """Train on a mesh; `damage` may switch something off in the trainer first."""
     model = GPT(
         layers=options.layers, dim=32, heads=4, seq=16, vocab=options.vocab, mesh=mesh, tied=options.tied,
-        dropout=options.dropout, dtype="float64",
+        dropout=options.dropout, dtype="float64", virtual_stages=2 if schedule == "interleaved" else 1,
     )
     trainer = Trainer(
         model, AdamW(), schedule=schedule, micro_batches=options.micro_batches, clip=options.clip,
@@ -130,6 +131,13 @@ def layouts(ranks: int, options: Options) -> list[tuple[int, int, int]]:
     ]
 
 
+def schedules(pp: int, options: Options) -> list[str]:
+    """The schedules that a pipeline of that many ranks allows; without a pipeline they are all the same."""
+    if pp == 1:
+        return ["1f1b"]
+    return [name for name in SCHEDULES if name != "interleaved" or options.layers >= 2 * pp]
+
+
 def verify(options: Options) -> int:
     """Run everything and print the table; the exit code."""
     ranks, damage = world_size(), None
@@ -146,9 +154,9 @@ def verify(options: Options) -> int:
     serial = run(options, Mesh.serial(), "1f1b")
     rows, failed = [], 0
     if whole.is_root:
-        print(f"{'layout':<22}{'schedule':<10}" + "".join(f"{name:>12}" for name in ["start", *BOUNDS]) + "  verdict")
+        print(f"{'layout':<22}{'schedule':<13}" + "".join(f"{name:>12}" for name in ["start", *BOUNDS]) + "  verdict")
     for dp, tp, pp in fitting:
-        for schedule in ("naive", "gpipe", "1f1b") if pp > 1 else ("1f1b",):
+        for schedule in schedules(pp, options):
             mesh = Mesh(dp=dp, tp=tp, pp=pp)
             outcome = run(options, mesh, schedule, damage)
             if mesh.is_root:
@@ -157,7 +165,7 @@ def verify(options: Options) -> int:
                 failed += not agrees
                 rows.append({"dp": dp, "tp": tp, "pp": pp, "schedule": schedule, "agrees": agrees, **found})
                 figures = "".join(f"{found[name]:>12.1e}" for name in BOUNDS)
-                print(f"dp={dp} tp={tp} pp={pp:<10}{schedule:<10}{'equal' if found['start'] == 0 else 'DIFFERS':>12}"
+                print(f"dp={dp} tp={tp} pp={pp:<10}{schedule:<13}{'equal' if found['start'] == 0 else 'DIFFERS':>12}"
                       f"{figures}  {'agrees' if agrees else 'DISAGREES'}", flush=True)
             mesh.close()
     failed = int(whole.world.broadcast(np.array([failed]))[0])

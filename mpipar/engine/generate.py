@@ -24,7 +24,7 @@ def generate(model: GPT, prompt: np.ndarray, count: int, *, temperature: float =
     if temperature < 0:
         raise ValueError(f"temperature {temperature} is not valid: it must be at least 0")
     mesh = model.mesh
-    program = with_messages(forward_only(mesh.pp.size, 1))[mesh.pp.rank]
+    program = with_messages(forward_only(mesh.pp.size, 1, model.virtual_stages))[mesh.pp.rank]
     mailbox = GroupMailbox(mesh.pp, model.stages)
     random = np.random.default_rng(seed)
     tokens = np.concatenate([np.asarray(prompt, np.int64), np.zeros(count, np.int64)])

@@ -54,10 +54,10 @@ class Trainer:
         self.model, self.mesh = model, mesh
         self.micro_batches, self.clip = micro_batches, clip
         self.learning_rate = learning_rate or (lambda step: optimizer.lr)
-        self.plan = build(schedule, mesh.pp.size, micro_batches)
+        self.plan = build(schedule, mesh.pp.size, micro_batches, model.virtual_stages)
         check(self.plan)
         self.program = with_messages(self.plan)[mesh.pp.rank]
-        self.forward_program = with_messages(forward_only(mesh.pp.size, micro_batches))[mesh.pp.rank]
+        self.forward_program = with_messages(forward_only(mesh.pp.size, micro_batches, model.virtual_stages))[mesh.pp.rank]
         self.mailbox = GroupMailbox(mesh.pp, model.stages)
         self.optimizer = optimizer.start(model.buffers)
         self.gradients = Gradients(model)

@@ -64,8 +64,9 @@ class _Plan:
         self.no_bias = np.zeros(0, dtype)
         self.size = dtype.itemsize
         self.panel = host().register_tile(dtype)[1]
-        self.deepest = max(64, min(512, host().l2 // (4 * self.panel * self.size)))
-        self.elements_a = host().l2 // 2 // self.size
+        # Long sums: C is then read and written seldom. Panels stream from the second cache, which prefetching hides.
+        self.deepest = max(128, min(1024, host().l2 // (16 * self.panel * self.size)))
+        self.elements_a = host().l2 // 4 // self.size
         self.elements_b = max(host().l2, min(8 << 20, host().l3 // 2)) // self.size
         self.local = threading.local()
         element = types.float32 if dtype.itemsize == 4 else types.float64
@@ -73,8 +74,7 @@ class _Plan:
         word = types.int64
         blocked_product.disable_compile(False)
         blocked_product.compile((element, operand, operand, types.Array(element, 2, "A"),
-                                 types.Array(element, 1, "A", readonly=True), types.boolean) + (word,) * 3
-                                + (types.boolean,) + (word,) * 3)
+                                 types.Array(element, 1, "A", readonly=True), types.boolean) + (word,) * 6)
         blocked_product.disable_compile()  # one form takes arrays of every layout; no others are made for C or F order
 
     def run(self, a, b, out, bias, accumulate):
@@ -86,7 +86,7 @@ class _Plan:
         nc = max(self.panel, self.elements_b // kc // self.panel * self.panel)
         kept = self.panel if mc >= m else min(nc, n + self.panel)
         work_a, work_b, work_bias = self.memory(kc * mc, kc * kept, n)
-        blocked_product(self.zero, a, b, out, bias, accumulate, kc, mc, nc, False, work_a, work_b, work_bias)
+        blocked_product(self.zero, a, b, out, bias, accumulate, kc, mc, nc, work_a, work_b, work_bias)
 
     def memory(self, *elements):
         """Addresses of this thread's panels of A, of B, and its bias; kept, and replaced only when a larger one is needed."""

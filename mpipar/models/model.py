@@ -75,15 +75,16 @@ class Model:
     """Blocks spread over the pipeline stages of a mesh.
 
     blocks: all blocks of the global model in order; `front` and `back` of them (embedding, head) stay with the first
-    and last stage and are not counted as layers. layers_per_stage: how many layers each stage gets, None for even.
+    and last stage and are not counted as layers. virtual_stages: stages on each pipeline rank. layers_per_stage: how many layers each stage gets, None for even.
     Every rank declares every block (that costs no memory), so each knows the whole catalogue of parameters.
     """
 
-    def __init__(self, blocks, *, front, back, mesh, dtype, seed, chunks=1, layers_per_stage=None):
+    def __init__(self, blocks, *, front, back, mesh, dtype, seed, virtual_stages=1, layers_per_stage=None):
         self.mesh = mesh
         self.dtype = np.dtype(dtype)
         self.seed = seed
-        self.stages = mesh.pp.size * chunks
+        self.virtual_stages = virtual_stages
+        self.stages = mesh.pp.size * virtual_stages
         counts = split_layers(len(blocks) - front - back, self.stages, layers_per_stage)
         ends = np.cumsum(counts) + front
         ends[-1] += back

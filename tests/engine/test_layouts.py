@@ -69,10 +69,11 @@ def test_every_layout_equals_one_rank_for_20_steps(comm, variant):
 
 
 @pytest.mark.mpi(np=[2, 4])
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"])
 def test_every_schedule_equals_one_rank(comm, schedule):
     for variant in ("plain", "untied", "dropout"):
-        check(comm, variant, (1, 1, comm.size), schedule, steps=2)
+        pp = 2 if schedule == "interleaved" else comm.size  # 4 layers make 2 stages on each of 2 ranks
+        check(comm, variant, (comm.size // pp, 1, pp), schedule, steps=2)
 
 
 @pytest.mark.mpi(np=2)

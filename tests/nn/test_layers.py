@@ -121,9 +121,9 @@ def test_backward_is_the_derivative(name):
     dx = layer.backward(saved, weights.copy())
     arrays = [x] + [p.data for p in layer.parameters()]
     gradients = [dx] + [p.grad for p in layer.parameters()]
-    check_gradient(lambda: float((layer.forward(x, KEYS)[0] * weights).sum()), arrays, gradients)
+    check_gradient(lambda *_: float((layer.forward(x, KEYS)[0] * weights).sum()), arrays, gradients)
     with pytest.raises(AssertionError):  # the check would notice a wrong factor
-        check_gradient(lambda: float((layer.forward(x, KEYS)[0] * weights).sum()), arrays, [dx * 1.01] + gradients[1:])
+        check_gradient(lambda *_: float((layer.forward(x, KEYS)[0] * weights).sum()), arrays, [dx * 1.01] + gradients[1:])
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -171,7 +171,7 @@ def test_embedding(make):
     y, saved = layer.forward(tokens, KEYS)
     weights = random.standard_normal(y.shape)
     layer.backward(saved, weights)
-    check_gradient(lambda: float((layer.forward(tokens, KEYS)[0] * weights).sum()),
+    check_gradient(lambda *_: float((layer.forward(tokens, KEYS)[0] * weights).sum()),
                    [p.data for p in layer.parameters()], [p.grad for p in layer.parameters()])
 
 

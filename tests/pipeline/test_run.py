@@ -63,6 +63,14 @@ def test_a_v_shaped_placement_hands_over_without_messages():
         assert [result.messages for result in results] == [4, 4]
 
 
+def test_a_view_that_stays_on_the_rank_is_not_overwritten():
+    """Stage 2 writes dx over the array it received, which waits for stage 1 while more gradients arrive."""
+    micros = range(6)
+    rank_0 = [f"0F{i}" for i in micros] + [f"3F{i} 3B{i}" for i in micros] + [f"0B{i}" for i in micros]
+    rank_1 = [f"1F{i} 2F{i}" for i in micros] + [f"2B{i}" for i in micros] + [f"1B{i}" for i in micros]
+    compare(parse_plan(" ".join(rank_0) + "\n" + " ".join(rank_1)), 4, micro_batches(6, WIDTH), in_place=True)
+
+
 def test_messages_out_of_order_find_their_receiver():
     compare(parse_plan("0F0 0F1 0F2 0B2 0B0 0B1\n1F2 1F0 1F1 1B1 1B0 1B2"), 2, micro_batches(3, WIDTH))
 

@@ -197,6 +197,8 @@ class _Execution:
             if not final:       # what the caller gets must not be a view of a buffer that is used again
                 self.spent += self.spend(action, y, received)
             return y
+        if received is not None and stage + 1 in self.chunks and np.may_share_memory(received, y):
+            received = None     # the next stage, on this rank, may need it longer: it is not used again
         self.saved[stage, micro] = (saved, received) + ((None, None) if final else (y.shape, y.dtype))
         self.result.peak_live = max(self.result.peak_live, len(self.saved) + len(self.delayed))
         return y
