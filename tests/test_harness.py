@@ -1,12 +1,15 @@
 """The harness itself: each test here writes small test files and runs pytest on them in another process."""
 
 import os
+import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.harness import launch
 from tests.harness.project import Project
+from tests.harness.watchdog import exists
 
 pytestmark = pytest.mark.smoke
 
@@ -312,6 +315,34 @@ def test_ranks_that_collect_different_tests(project):
     assert outcome.code == 1 and "the ranks collected different tests" in outcome.output, outcome.output
     assert "not on this rank" in outcome.output and "not started, see test_it.py::test_it" in outcome.output
     assert "multi-rank tests: 2 collected, 0 executed" in outcome.output and outcome.seconds < 20
+
+
+def test_no_rank_outlives_the_pytest_that_started_it(project):
+    project.write(
+        "test_it.py",
+        """
+        @pytest.mark.mpi(np=2)
+        def test_long(comm):
+            open(f"rank-{os.getpid()}", "w").close()
+            time.sleep(100)
+        """,
+    )
+    outer = subprocess.Popen(**project.command([]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        ranks = wait_for(lambda: len(found := list(project.folder.glob("rank-*"))) == 2 and found)
+    finally:
+        outer.kill()
+        outer.wait()
+    wait_for(lambda: not any(exists(int(path.name.removeprefix("rank-"))) for path in ranks))
+
+
+def wait_for(condition, timeout=60):
+    """Waits until `condition()` is true, and returns what it gave."""
+    end = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < end, "in vain"
+        time.sleep(0.1)
+    return value
 
 
 def test_mpirun_beside_python_is_found_without_path(monkeypatch, tmp_path):

@@ -39,7 +39,8 @@ class Rank:
         self.peers = Watch.peers = Peers(self.world)
         # Not yet captured: the plugin is loaded with the first conftest.py, the descriptor is the
         # terminal's or mpirun's.
-        self.watchdog = Watchdog(self.world, self.peers, launch.seconds("GRACE", 5), os.dup(2))
+        owner = int(os.environ.get(launch.OWNER, 0))
+        self.watchdog = Watchdog(self.world, self.peers, launch.seconds("GRACE", 5), os.dup(2), owner)
         self.timeout = launch.seconds("TIMEOUT", 120)
         self.comm = None
         self.broken = []  # what could not be collected

@@ -10,6 +10,9 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRA
 # The file into which rank 0 writes its reports, when the outer pytest has started this mpirun.
 REPORTS = "MPIPAR_TEST_REPORTS"
 
+# The process number of that outer pytest, so that the ranks end when it is gone.
+OWNER = "MPIPAR_TEST_OWNER"
+
 
 def under_mpirun():
     """Whether this process is a rank of an MPI job."""

@@ -46,28 +46,26 @@ class Project:
     def write(self, name, text, head=HEAD):
         (self.folder / name).write_text(textwrap.dedent(head) + textwrap.dedent(text))
 
-    def pytest(self, *arguments, ranks=None, **environment):
+    def command(self, arguments, ranks=None, **environment):
+        """What subprocess needs to run pytest here, under mpirun if `ranks` is given."""
         command = [sys.executable, "-m", "pytest", "-v", "-p", "pytest_mpi", *arguments]
         if ranks:
             command = launch.mpirun(ranks) + command
-        env = {
-            **launch.environment(ranks or 1),
-            "MPIPAR_TEST_GRACE": "1",
-            "NO_COLOR": "1",
-            "COLUMNS": "200",
+        env = {**launch.environment(ranks or 1), "MPIPAR_TEST_GRACE": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+        env |= {
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             **environment,
-        }  # the others take a second to load
+        }  # the other plugins take a second to load
+        return dict(args=command, cwd=self.folder, env=env, stdin=subprocess.DEVNULL)
+
+    def pytest(self, *arguments, ranks=None, **environment):
         start = time.monotonic()
         done = subprocess.run(
-            command,
-            cwd=self.folder,
-            env=env,
-            stdin=subprocess.DEVNULL,
+            **self.command(arguments, ranks, **environment),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=100,
+            timeout=200,
         )
         return Outcome(done, time.monotonic() - start)

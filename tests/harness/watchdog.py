@@ -15,12 +15,12 @@ class Watchdog(threading.Thread):
     be interrupted), or when whoever started this rank is gone. Each rank writes its own stacks to the real
     stderr before."""
 
-    def __init__(self, world, peers, grace, stderr):
+    def __init__(self, world, peers, grace, stderr, owner):
         super().__init__(daemon=True)
         self.world, self.peers, self.grace, self.stderr = world, peers, grace, stderr
         self.deadline = None
         self.limit = self.doing = self.note = ""
-        self.parent = os.getppid()
+        self.parent, self.owner = os.getppid(), owner
 
     def watch(self, doing, limit):
         """From now on this rank does `doing`, and may take `limit` seconds for it."""
@@ -39,7 +39,7 @@ class Watchdog(threading.Thread):
         while True:
             time.sleep(0.2)
             now, deadline = time.monotonic(), self.deadline
-            if os.getppid() != self.parent:
+            if os.getppid() != self.parent or (self.owner and not exists(self.owner)):
                 os._exit(1)
             failed = self.peers.failed() if deadline else []
             failure = (failure or now) if failed else None
@@ -58,6 +58,17 @@ class Watchdog(threading.Thread):
         self.world.Abort(1)
         time.sleep(3)
         os._exit(1)
+
+
+def exists(process):
+    """Whether there is a process of this number."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def stacks():
