@@ -18,10 +18,11 @@ from .host import host
 HOST = host()
 TILE_ROWS = HOST.tile_rows
 TILE_VECTORS = HOST.tile_vectors
+DISTANCE = 16  # steps of k between asking for a line of a panel and using it
 LANES = {32: HOST.vector_bytes // 4, 64: HOST.vector_bytes // 8}
 
 
-@jit
+@jit(inline=True)
 def tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate):
     """c[rows, columns] = start[columns] + a[k, rows].T @ b[k, columns], added to c if `accumulate`.
 
@@ -29,10 +30,16 @@ def tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate):
     each read in whole vectors: V elements where columns <= V, else 2 V (V the lanes of a vector). c: rows `c_step` bytes
     apart, unit stride along a row; nothing outside [rows, columns] is touched. start: address of as many elements as are read
     of a row of b, or 0 for zeros. Each element of c is summed in the order of k, whatever its place in the tile.
-    Pass variables, not constants, for `start` and `accumulate`: Numba compiles a constant argument anew.
+    Pass variables, not constants: Numba compiles the kernel anew for a constant argument.
     """
+    tile_ahead(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, b, b_step)
+
+
+@jit
+def tile_ahead(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, ahead, ahead_step):
+    """`tile` that also asks for k cache lines, `ahead_step` bytes apart from `ahead`, which a later tile will need."""
     stand_alone(zero)
-    _tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate)
+    _tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, ahead, ahead_step)
 
 
 @intrinsic
@@ -130,11 +137,11 @@ def transpose_lanes(context, zero, source, source_step, lines, target, target_st
 
 
 @intrinsic
-def _tile(context, zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate):
-    """The body of `tile`: one loop over k for each number of rows and vectors, chosen by a switch."""
+def _tile(context, zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, ahead, ahead_step):
+    """The body of `tile_ahead`: one loop over k for each number of rows and vectors, chosen by a switch."""
     def generate(ctx, builder, signature, arguments):
         code = _Code(builder, zero)
-        _, a, b, b_step, c, c_step, k, rows, columns, start, accumulate = arguments
+        _, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, ahead, ahead_step = arguments
         done = builder.append_basic_block("tile_done")
         wide = builder.icmp_signed(">", columns, code.integer(code.width))
         choice = builder.add(rows, builder.select(wide, code.integer(TILE_ROWS), code.integer(0)))
@@ -144,15 +151,15 @@ def _tile(context, zero, a, b, b_step, c, c_step, k, rows, columns, start, accum
                 block = builder.append_basic_block(f"tile_{row_count}x{vectors}")
                 switch.add_case(code.integer(row_count + (vectors - 1) * TILE_ROWS), block)
                 builder.position_at_end(block)
-                _tile_of(code, row_count, vectors, a, b, b_step, c, c_step, k, columns, start, accumulate)
+                _tile_of(code, row_count, vectors, a, b, b_step, c, c_step, k, columns, start, accumulate, ahead, ahead_step)
                 builder.branch(done)
         builder.position_at_end(done)
         return ctx.get_dummy_value()
     i64 = types.int64
-    return types.void(zero, i64, i64, i64, i64, i64, i64, i64, i64, i64, types.boolean), generate
+    return types.void(zero, i64, i64, i64, i64, i64, i64, i64, i64, i64, types.boolean, i64, i64), generate
 
 
-def _tile_of(code, rows, vectors, a, b, b_step, c, c_step, k, columns, start, accumulate):
+def _tile_of(code, rows, vectors, a, b, b_step, c, c_step, k, columns, start, accumulate, ahead, ahead_step):
     """Emits one tile: [rows x vectors] accumulators live in registers over the loop, then go to C."""
     builder, width, size = code.builder, code.width, code.size
     for i in range(rows):  # C is far away: ask now, use it k steps later
@@ -167,9 +174,14 @@ def _tile_of(code, rows, vectors, a, b, b_step, c, c_step, k, columns, start, ac
 
     builder.position_at_end(loop)
     step = code.phi(code.integer(0), before)
-    at_a, at_b = code.phi(a, before), code.phi(b, before)
+    at_a, at_b, at_ahead = code.phi(a, before), code.phi(b, before), code.phi(ahead, before)
     sums = [[code.phi(first[j], before) for j in range(vectors)] for _ in range(rows)]
     columns_of_b = [code.load(builder.add(at_b, code.integer(j * width * size))) for j in range(vectors)]
+    # The panels stream through the nearest cache faster than the hardware's own prefetcher brings them in.
+    for j in range(0, vectors * width * size, 64):
+        code.prefetch(builder.add(at_b, code.integer(DISTANCE * vectors * width * size + j)))
+    code.prefetch(builder.add(at_a, code.integer(DISTANCE * rows * size)))
+    code.prefetch(at_ahead, nearness=2)
     new = []
     for i in range(rows):
         element = code.splat(code.load_element(builder.add(at_a, code.integer(i * size))))
@@ -178,6 +190,7 @@ def _tile_of(code, rows, vectors, a, b, b_step, c, c_step, k, columns, start, ac
     step.add_incoming(next_step, loop)
     at_a.add_incoming(builder.add(at_a, code.integer(rows * size)), loop)
     at_b.add_incoming(builder.add(at_b, b_step), loop)
+    at_ahead.add_incoming(builder.add(at_ahead, ahead_step), loop)
     for i in range(rows):
         for j in range(vectors):
             sums[i][j].add_incoming(new[i][j], loop)
@@ -277,10 +290,10 @@ class _Code:
         align = ir.Constant(ir.IntType(32), self.size)
         self._call(f"llvm.masked.store.{self.suffix}.p0", ir.VoidType(), [vector, pointer, align, mask])
 
-    def prefetch(self, where):
-        number = _i32
-        self._call("llvm.prefetch.p0", ir.VoidType(),
-                   [self.pointer(where, ir.IntType(8)), number(0), number(3), number(1)])
+    def prefetch(self, where, nearness=3):
+        """nearness: 3 for the nearest cache, 2 for the next."""
+        read, level, data = (ir.Constant(ir.IntType(32), value) for value in (0, nearness, 1))
+        self._call("llvm.prefetch.p0", ir.VoidType(), [self.pointer(where, ir.IntType(8)), read, level, data])
 
     def transpose(self, vectors):
         """Transposes width x width elements: log2(width) rounds that exchange blocks of half the size each."""
@@ -303,7 +316,3 @@ class _Code:
     def _call(self, name, result, arguments):
         kind = ir.FunctionType(result, [argument.type for argument in arguments])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), arguments)
-
-
-def _i32(value):
-    return ir.Constant(ir.IntType(32), value)
