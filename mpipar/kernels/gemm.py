@@ -9,7 +9,7 @@ import threading
 import numpy as np
 from numba import types
 
-from .gemm_blocked import blocked_product
+from .gemm_blocked import GAP, GROUP, blocked_product
 from .host import host
 from .settings import settings
 from .threads import parallel_for
@@ -65,6 +65,7 @@ class _Plan:
         self.size = dtype.itemsize
         self.panel = host().register_tile(dtype)[1]
         # Long sums: C is then read and written seldom. Panels stream from the second cache, which prefetching hides.
+        self.group = GROUP * self.panel
         self.deepest = max(128, min(1024, host().l2 // (16 * self.panel * self.size)))
         self.elements_a = host().l2 // 4 // self.size
         self.elements_b = max(host().l2, min(8 << 20, host().l3 // 2)) // self.size
@@ -78,25 +79,37 @@ class _Plan:
         blocked_product.disable_compile()  # one form takes arrays of every layout; no others are made for C or F order
 
     def run(self, a, b, out, bias, accumulate):
-        m, k = a.shape
-        n = b.shape[1]
-        kc = max(1, -(-k // max(1, -(-k // self.deepest))))
+        key = (a.shape, b.shape[1])
+        blocks = getattr(self.local, "blocks", None)
+        if blocks is None or key not in blocks:
+            blocks = self.prepare(*a.shape, b.shape[1])
+        blocked_product(self.zero, a, b, out, bias, accumulate, *blocks[key])
+
+    def prepare(self, m, k, n):
+        """Block sizes and this thread's memory for one shape; both are kept."""
+        kc = max(1, -(-k // -(-k // self.deepest)))
         mc = max(TILE_ROWS, self.elements_a // kc)
         mc = -(-m // -(-m // mc))
-        nc = max(self.panel, self.elements_b // kc // self.panel * self.panel)
-        kept = self.panel if mc >= m else min(nc, n + self.panel)
-        work_a, work_b, work_bias = self.memory(kc * mc, kc * kept, n)
-        blocked_product(self.zero, a, b, out, bias, accumulate, kc, mc, nc, work_a, work_b, work_bias)
+        nc = max(self.group, self.elements_b // kc // self.group * self.group)
+        kept = self.group if mc >= m else min(nc, n + self.group)
+        gaps = (mc // TILE_ROWS + 2) * GAP // self.size
+        own = self.local
+        if not hasattr(own, "blocks") or len(own.blocks) > 1000:
+            own.blocks = {}
+        addresses = self.memory(kc * mc + gaps, kc * kept, n + self.group)
+        own.blocks[(m, k), n] = (kc, mc, nc, *addresses)
+        return own.blocks
 
     def memory(self, *elements):
-        """Addresses of this thread's panels of A, of B, and its bias; kept, and replaced only when a larger one is needed."""
+        """Addresses of this thread's panels of A, of B, and its bias; replaced only when larger ones are needed."""
         own = self.local
         if not hasattr(own, "sizes"):
             own.sizes, own.arrays, own.addresses = [-1] * 3, [None] * 3, [0] * 3
         for i, need in enumerate(elements):
             if need > own.sizes[i]:
+                own.blocks = {}  # they hold the old address
                 own.arrays[i] = None
-                own.arrays[i] = np.empty(need + 4 * self.panel + 64, self.dtype)
+                own.arrays[i] = np.empty(need + 2 * self.group + 64, self.dtype)
                 own.sizes[i] = need
                 own.addresses[i] = -(-own.arrays[i].ctypes.data // 64) * 64
         return own.addresses

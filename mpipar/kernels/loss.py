@@ -12,6 +12,7 @@ from .views import begin_together, ranges, same_dtype, same_shape, source, targe
 from .wide import wide_vectors
 
 GRAIN = 32768  # elements of a task
+LANES = 32  # columns whose maxima run side by side
 BLOCK = 4096  # elements whose squares are summed on their own
 
 
@@ -89,16 +90,25 @@ def _indices(targets):
     return source(targets.astype(np.int64, copy=False))
 
 
-# Comparing may assume that there is no NaN: a row that has one ends as NaN through its sum of exponentials.
-@jit(fastmath={"nnan": True, "nsz": True, "reassoc": True})
+@jit
 def _row_max(logits, out):
+    # Numba's comparisons carry no leave to reorder a running maximum, so the columns run side by side in LANES of them.
+    # A NaN may be passed over here: its row ends as NaN through the sum of exponentials.
     wide_vectors()
+    rows, columns = logits.shape
     lowest = logits.dtype.type(-np.inf)
-    for r in range(logits.shape[0]):
+    top = np.empty(LANES, logits.dtype)
+    for r in range(rows):
+        top[:] = lowest
+        for j in range(0, columns - columns % LANES, LANES):
+            part = logits[r, j:j + LANES]
+            for i in range(LANES):
+                top[i] = part[i] if part[i] > top[i] else top[i]
         largest = lowest
-        for j in range(logits.shape[1]):
-            value = logits[r, j]
-            largest = value if value > largest else largest
+        for i in range(LANES):
+            largest = top[i] if top[i] > largest else largest
+        for j in range(columns - columns % LANES, columns):
+            largest = logits[r, j] if logits[r, j] > largest else largest
         out[r] = largest
 
 
