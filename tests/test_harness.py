@@ -1,62 +1,17 @@
-"""The harness itself: each test here writes small test files into a folder and runs pytest on them in another process."""
+"""The harness itself: each test here writes small test files and runs pytest on them in another process."""
+
 import os
-import pathlib
-import re
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
 
 from tests.harness import launch
+from tests.harness.project import Project
+from tests.harness.watchdog import exists
 
 pytestmark = pytest.mark.smoke
-ROOT = pathlib.Path(__file__).parents[1]
-HEAD = """
-    import os, signal, time
-    import numpy as np
-    import pytest
-    from mpi4py import MPI
-
-    def total(comm):
-        out = np.zeros(4)
-        comm.Allreduce(np.full(4, comm.rank + 1.0), out)
-        assert (out == comm.size * (comm.size + 1) / 2).all()
-"""
-
-
-class Outcome:
-    """What a run of pytest left: `code`, `output`, `seconds`, and `results` {test name: word}."""
-
-    def __init__(self, done, seconds):
-        self.code, self.output, self.seconds = done.returncode, done.stdout, seconds
-        found = re.findall(r"::(\S+) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b", self.output)
-        self.results = dict(reversed(found))                     # the first word of each
-
-
-class Project:
-    """A folder with test files that uses this harness."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        (folder / "setup.cfg").write_text(f"[tool:pytest]\npythonpath = {ROOT}\naddopts = --import-mode=importlib --strict-markers\n"
-                                          "markers =\n    mpi\n    slow\n    torch\n")
-        (folder / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
-
-    def write(self, name, text, head=HEAD):
-        (self.folder / name).write_text(textwrap.dedent(head) + textwrap.dedent(text))
-
-    def pytest(self, *arguments, ranks=None, **environment):
-        command = [sys.executable, "-m", "pytest", "-v", "-p", "pytest_mpi", *arguments]
-        if ranks:
-            command = launch.mpirun(ranks) + command
-        env = {**launch.environment(ranks or 1), "MPIPAR_TEST_GRACE": "1", "NO_COLOR": "1", "COLUMNS": "200",
-               "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}      # the others take a second to load
-        start = time.monotonic()
-        done = subprocess.run(command, cwd=self.folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True, errors="replace", timeout=100)
-        return Outcome(done, time.monotonic() - start)
 
 
 @pytest.fixture
@@ -103,11 +58,24 @@ FAILURES = """
 
 def check_failures(outcome):
     assert outcome.code == 1, outcome.output
-    expected = dict(test_before="PASSED", test_one_rank_fails="FAILED", test_between="PASSED", test_skips_on_one_rank="FAILED",
-                    test_broken_fixture="ERROR", test_broken_teardown="PASSED", test_after="PASSED")
+    expected = dict(
+        test_before="PASSED",
+        test_one_rank_fails="FAILED",
+        test_between="PASSED",
+        test_skips_on_one_rank="FAILED",
+        test_broken_fixture="ERROR",
+        test_broken_teardown="PASSED",
+        test_after="PASSED",
+    )
     assert outcome.results.items() >= expected.items(), outcome.output
-    for text in ("only rank 1 says this", "printed by 1", "the ranks disagree: call ['skipped', 'passed']", "the fixture broke",
-                 "ZeroDivisionError", "multi-rank tests: 7 collected, 7 executed"):
+    for text in (
+        "only rank 1 says this",
+        "printed by 1",
+        "the ranks disagree: call ['skipped', 'passed']",
+        "the fixture broke",
+        "ZeroDivisionError",
+        "multi-rank tests: 7 collected, 7 executed",
+    ):
         assert text in outcome.output, f"no {text!r} in\n{outcome.output}"
     assert outcome.seconds < 20
 
@@ -117,7 +85,9 @@ def test_failures_from_plain_pytest(project):
     outcome = project.pytest()
     check_failures(outcome)
     assert outcome.results["test_serial"] == "PASSED"
-    assert "3 failed, 5 passed" in outcome.output or "2 failed, 5 passed, 2 errors" in outcome.output, outcome.output
+    assert (
+        "3 failed, 5 passed" in outcome.output or "2 failed, 5 passed, 2 errors" in outcome.output
+    ), outcome.output
 
 
 def test_failures_under_mpirun(project):
@@ -125,11 +95,13 @@ def test_failures_under_mpirun(project):
     outcome = project.pytest(ranks=2)
     check_failures(outcome)
     assert "test_serial" not in outcome.results and "1 deselected" in outcome.output
-    assert outcome.output.count("::test_before PASSED") == 1     # one report, not one a rank
+    assert outcome.output.count("::test_before PASSED") == 1  # one report, not one a rank
 
 
 def test_hangs_and_deaths_end_one_test_only(project):
-    project.write("test_it.py", """
+    project.write(
+        "test_it.py",
+        """
         @pytest.mark.mpi(np=2, timeout=2)
         def test_hang(comm):
             if comm.rank == 0: MPI.COMM_WORLD.Recv(np.zeros(1), 1)
@@ -155,31 +127,55 @@ def test_hangs_and_deaths_end_one_test_only(project):
 
         @pytest.mark.mpi(np=2)
         def test_last(comm): total(comm)
-    """)
+    """,
+    )
     outcome = project.pytest()
     assert outcome.code == 1
-    assert outcome.results == dict(test_hang="FAILED", test_after_hang="PASSED", test_plain_barrier="FAILED", test_killed="FAILED",
-                                   test_exits="FAILED", test_last="PASSED"), outcome.output
-    for text in ("rank 0 of 2: test_it.py::test_hang: over the limit of 2 s", "rank 1 of 2: test_it.py::test_hang",
-                 "in test_hang", "the other is where it can't be reached", "mpirun -np 2 ended with exit code",
-                 "multi-rank tests: 6 collected, 6 executed"):
+    assert outcome.results == dict(
+        test_hang="FAILED",
+        test_after_hang="PASSED",
+        test_plain_barrier="FAILED",
+        test_killed="FAILED",
+        test_exits="FAILED",
+        test_last="PASSED",
+    ), outcome.output
+    for text in (
+        "rank 0 of 2: test_it.py::test_hang: over the limit of 2 s",
+        "rank 1 of 2: test_it.py::test_hang",
+        "in test_hang",
+        "the other is where it can't be reached",
+        "mpirun -np 2 ended with exit code",
+        "multi-rank tests: 6 collected, 6 executed",
+    ):
         assert text in outcome.output, f"no {text!r} in\n{outcome.output}"
 
 
 def test_waits_end_when_a_peer_fails(project):
-    waits = {"split": "type(comm)(comm.Split(comm.rank % 2, comm.rank)); comm = type(comm)(comm.Split(0)); comm.Barrier()",
-             "sub": "sub.Barrier()", "dup": "comm.Dup()", "request": "comm.Irecv(np.zeros(1), 1).Wait()",
-             "waitall": "r = comm.Irecv(np.zeros(1), 1); type(r).Waitall([r])", "recv": "comm.recv(source=1)",
-             "bcast": "comm.bcast(None, root=1)", "sendrecv": "comm.Sendrecv(np.zeros(1), 1, 0, np.zeros(1), 1)"}
-    project.write("test_it.py", "".join(f"""
+    waits = {
+        "split": "type(comm)(comm.Split(comm.rank % 2, comm.rank)); "
+        "comm = type(comm)(comm.Split(0)); comm.Barrier()",
+        "sub": "sub.Barrier()",
+        "dup": "comm.Dup()",
+        "request": "comm.Irecv(np.zeros(1), 1).Wait()",
+        "waitall": "r = comm.Irecv(np.zeros(1), 1); type(r).Waitall([r])",
+        "recv": "comm.recv(source=1)",
+        "bcast": "comm.bcast(None, root=1)",
+        "sendrecv": "comm.Sendrecv(np.zeros(1), 1, 0, np.zeros(1), 1)",
+    }
+    project.write(
+        "test_it.py",
+        "".join(f"""
         @pytest.mark.mpi(np=2, timeout=20)
         def test_{name}(comm):
             sub = type(comm)(comm.Split(0, comm.rank))
             if comm.rank == 1: raise ValueError("rank 1 leaves {name}")
             {call}
-        """ for name, call in waits.items()))
+        """ for name, call in waits.items()),
+    )
     outcome = project.pytest(ranks=2)
-    assert outcome.code == 1 and outcome.results == {f"test_{name}": "FAILED" for name in waits}, outcome.output
+    assert outcome.code == 1 and outcome.results == {
+        f"test_{name}": "FAILED" for name in waits
+    }, outcome.output
     for name in waits:
         assert f"rank 1 leaves {name}" in outcome.output
     assert "multi-rank tests: 8 collected, 8 executed" in outcome.output
@@ -205,10 +201,17 @@ GREEN = """
 """
 
 
-@pytest.mark.parametrize("options, executed, names", [
-    ([], "5 collected, 4 executed, 1 skipped by its mark", 6), (["--with-mpi"], "5 collected, 4 executed, 1 skipped by its mark", 6),
-    (["--slow", "-k", "slow or serial"], "1 collected, 1 executed", 2), (["-m", "mpi", "-k", "words"], "2 collected, 2 executed", 2),
-    (["test_it.py::test_sizes[np2]"], "1 collected, 1 executed", 1), (["test_it.py::test_slow"], "1 collected, 1 executed", 1)])
+@pytest.mark.parametrize(
+    "options, executed, names",
+    [
+        ([], "5 collected, 4 executed, 1 skipped by its mark", 6),
+        (["--with-mpi"], "5 collected, 4 executed, 1 skipped by its mark", 6),
+        (["--slow", "-k", "slow or serial"], "1 collected, 1 executed", 2),
+        (["-m", "mpi", "-k", "words"], "2 collected, 2 executed", 2),
+        (["test_it.py::test_sizes[np2]"], "1 collected, 1 executed", 1),
+        (["test_it.py::test_slow"], "1 collected, 1 executed", 1),
+    ],
+)
 def test_selection(project, options, executed, names):
     project.write("test_it.py", GREEN)
     outcome = project.pytest(*options)
@@ -219,18 +222,25 @@ def test_selection(project, options, executed, names):
 def test_collect_only_runs_nothing(project):
     project.write("test_it.py", GREEN)
     outcome = project.pytest("--collect-only", "-q")
-    assert outcome.code == 0 and "6/7 tests collected (1 deselected)" in outcome.output and "multi-rank tests" not in outcome.output, outcome.output
+    assert (
+        outcome.code == 0
+        and "6/7 tests collected (1 deselected)" in outcome.output
+        and "multi-rank tests" not in outcome.output
+    ), outcome.output
 
 
 def test_stop_at_the_first_failure_and_run_it_again(project):
-    project.write("test_it.py", """
+    project.write(
+        "test_it.py",
+        """
         @pytest.mark.mpi(np=2)
         def test_one(comm): total(comm)
         @pytest.mark.mpi(np=2)
         def test_two(comm): assert os.path.exists("mended")
         @pytest.mark.mpi(np=2)
         def test_three(comm): time.sleep(50)
-    """)
+    """,
+    )
     outcome = project.pytest("-x")
     assert outcome.code == 1 and outcome.results == dict(test_one="PASSED", test_two="FAILED"), outcome.output
     assert "multi-rank tests: 3 collected, 2 executed" in outcome.output and outcome.seconds < 20
@@ -241,52 +251,98 @@ def test_stop_at_the_first_failure_and_run_it_again(project):
 
 def test_a_run_that_leaves_tests_out_fails(project):
     """The negative control of the count: all that ran has passed, and yet the run must not be green."""
-    project.write("test_it.py", """
+    project.write(
+        "test_it.py",
+        """
         @pytest.mark.mpi(np=2)
         def test_runs(comm): total(comm)
         @pytest.mark.mpi(np=2)
         def test_lost(comm): total(comm)
         @pytest.mark.mpi(np=2)
         def test_skips(comm): pytest.skip("decided on the way")
-    """)
+    """,
+    )
     with open(project.folder / "conftest.py", "a") as file:
-        file.write("\ndef pytest_collection_modifyitems(items):\n    if under_mpirun():\n"
-                   "        items[:] = [item for item in items if item.name != 'test_lost']\n")
+        file.write(
+            "\ndef pytest_collection_modifyitems(items):\n    if under_mpirun():\n"
+            "        items[:] = [item for item in items if item.name != 'test_lost']\n"
+        )
     outcome = project.pytest()
-    assert outcome.code == 1 and "multi-rank tests: 3 collected, 1 executed\n" in outcome.output, outcome.output
+    assert (
+        outcome.code == 1 and "multi-rank tests: 3 collected, 1 executed\n" in outcome.output
+    ), outcome.output
     for why in ("it was never started", "Skipped: decided on the way"):
-        assert f"this multi-rank test did not run, so the run is not green: {why}" in outcome.output, outcome.output
+        assert (
+            f"this multi-rank test did not run, so the run is not green: {why}" in outcome.output
+        ), outcome.output
     assert "1 passed, 1 skipped, 2 errors" in outcome.output
     assert project.pytest(ranks=2).code == 1
 
 
 def test_forgotten_ranks_and_marks(project):
-    project.write("test_it.py", """
+    project.write(
+        "test_it.py",
+        """
         def test_unmarked(comm): pass
-    """)
+    """,
+    )
     outcome = project.pytest()
     assert outcome.code == 1 and "@pytest.mark.mpi(np=...)" in outcome.output
-    assert project.pytest(ranks=2).code == 5                     # nothing to run on two ranks is no success either
-    project.write("test_it.py", """
+    assert project.pytest(ranks=2).code == 5  # nothing to run on two ranks is no success either
+    project.write(
+        "test_it.py",
+        """
         @pytest.mark.mpi(ranks=2)
         def test_wrong_mark(comm): pass
-    """)
+    """,
+    )
     outcome = project.pytest()
     assert outcome.code == 4 and "write @pytest.mark.mpi(np=2)" in outcome.output, outcome.output
 
 
 def test_ranks_that_collect_different_tests(project):
-    project.write("test_it.py", """
+    project.write(
+        "test_it.py",
+        """
         if MPI.COMM_WORLD.size == 2 and MPI.COMM_WORLD.rank == 1: raise ImportError("not on this rank")
         @pytest.mark.mpi(np=2)
         def test_it(comm): pass
         @pytest.mark.mpi(np=2)
         def test_too(comm): pass
-    """)
+    """,
+    )
     outcome = project.pytest()
     assert outcome.code == 1 and "the ranks collected different tests" in outcome.output, outcome.output
     assert "not on this rank" in outcome.output and "not started, see test_it.py::test_it" in outcome.output
     assert "multi-rank tests: 2 collected, 0 executed" in outcome.output and outcome.seconds < 20
+
+
+def test_no_rank_outlives_the_pytest_that_started_it(project):
+    project.write(
+        "test_it.py",
+        """
+        @pytest.mark.mpi(np=2)
+        def test_long(comm):
+            open(f"rank-{os.getpid()}", "w").close()
+            time.sleep(100)
+        """,
+    )
+    outer = subprocess.Popen(**project.command([]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        ranks = wait_for(lambda: len(found := list(project.folder.glob("rank-*"))) == 2 and found)
+    finally:
+        outer.kill()
+        outer.wait()
+    wait_for(lambda: not any(exists(int(path.name.removeprefix("rank-"))) for path in ranks))
+
+
+def wait_for(condition, timeout=60):
+    """Waits until `condition()` is true, and returns what it gave."""
+    end = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < end, "in vain"
+        time.sleep(0.1)
+    return value
 
 
 def test_mpirun_beside_python_is_found_without_path(monkeypatch, tmp_path):
@@ -306,43 +362,3 @@ def test_ranks_leave_the_core_only_where_cores_are_short(monkeypatch):
     monkeypatch.delenv("MPIR_CVAR_ENABLE_HEAVY_YIELD", raising=False)
     assert "MPIR_CVAR_ENABLE_HEAVY_YIELD" not in launch.environment(4)
     assert launch.environment(5)["MPIR_CVAR_ENABLE_HEAVY_YIELD"] == "1"
-
-
-@pytest.mark.mpi(np=[1, 2, 5])
-def test_every_call_of_the_communicator(comm):
-    import numpy as np
-    rank, size = comm.rank, comm.size
-    out = np.zeros(size)
-    comm.Allgather(np.full(1, float(rank)), out)
-    assert out.tolist() == list(range(size))
-    comm.Reduce(np.ones(size), out, root=0)
-    assert rank or (out == size).all()
-    piece = np.zeros(1)
-    comm.Reduce_scatter_block(np.arange(size, dtype=float), piece)
-    assert piece[0] == rank * size
-    comm.Alltoall(np.arange(size, dtype=float) + 10 * rank, out)
-    assert out.tolist() == [10.0 * other + rank for other in range(size)]
-    comm.Sendrecv(np.full(1, float(rank)), (rank + 1) % size, 3, piece, (rank - 1) % size, 3)
-    assert piece[0] == (rank - 1) % size
-    request = comm.isend({"from": rank}, (rank + 1) % size, tag=4)
-    assert comm.recv(source=(rank - 1) % size, tag=4) == {"from": (rank - 1) % size}
-    request.wait()
-    assert comm.bcast(f"rank {rank}", root=size - 1) == f"rank {size - 1}"
-    assert comm.gather(rank, root=0) == (list(range(size)) if rank == 0 else None)
-    assert comm.scatter([n * n for n in range(size)] if rank == 0 else None) == rank * rank
-    assert comm.alltoall([(rank, other) for other in range(size)]) == [(other, rank) for other in range(size)]
-    assert comm.allreduce(rank) == sum(range(size))
-
-
-@pytest.mark.mpi(np=4)
-def test_communicators_made_from_it_poll_too(comm):
-    import numpy as np
-    from mpi4py import MPI
-    grid = type(comm)(comm.Split(comm.rank // 2, comm.rank))
-    for made in (grid, comm.Dup(), grid.Dup(), comm.Split_type(MPI.COMM_TYPE_SHARED), comm.Create(comm.Get_group())):
-        assert type(made) is type(comm)
-        out = np.zeros(1)
-        made.Allreduce(np.ones(1), out)
-        assert out[0] == made.size
-        made.Free()
-    assert grid != comm and comm.Split(MPI.UNDEFINED) == MPI.COMM_NULL

@@ -44,9 +44,14 @@ def library():
     return _name(MPI.Get_library_version())
 
 
+def world_size():
+    """Number of ranks of the job."""
+    return MPI.COMM_WORLD.Get_size()
+
+
 def check_launcher():
     """LauncherError (a ValueError) where the launcher belongs to another MPI than mpi4py."""
-    launcher.check(library(), MPI.COMM_WORLD.Get_size())
+    launcher.check(library(), world_size())
 
 
 def max_count(environ=os.environ):

@@ -1,7 +1,9 @@
-"""What the ranks of one mpirun tell one another while they run tests: who has failed just now, and what each one saw.
+"""What the ranks of one mpirun tell one another while they run tests: who has failed just now, and what
+each one saw.
 
-Both avoid blocking MPI calls, in which a rank could neither notice a failure elsewhere nor be asked for its stack.
-"""
+Both avoid blocking MPI calls, in which a rank could neither notice a failure elsewhere nor be asked for its
+stack."""
+
 import mmap
 import os
 import pickle
@@ -10,11 +12,12 @@ import time
 
 import numpy as np
 
-FIRST = 1024                                                     # bytes; what does not fit goes into a second message
+FIRST = 1024  # bytes; what does not fit goes into a second message
 
 
 def poll(test):
-    """Calls `test` until it is true: eagerly at first, then asleep in between, as there may be more ranks than cores."""
+    """Calls `test` until it is true: eagerly at first, then asleep in between, as there may be more ranks
+    than cores."""
     turns = 0
     while not test():
         turns += 1
@@ -31,13 +34,13 @@ class Agreement:
         text = np.frombuffer(pickle.dumps(value), "u1")
         first, length = np.zeros(FIRST, "u1"), 8
         first[:length] = np.frombuffer(np.int64(text.size).tobytes(), "u1")
-        first[length:length + text.size] = text[:FIRST - length]
+        first[length : length + text.size] = text[: FIRST - length]
         heads = self.gather(first)
         sizes = heads[:, :length].copy().view("i8")[:, 0]
         parts = heads[:, length:]
-        if sizes.max() > FIRST - length:                         # the same decision on every rank
+        if sizes.max() > FIRST - length:  # the same decision on every rank
             whole = np.zeros(sizes.max(), "u1")
-            whole[:text.size] = text
+            whole[: text.size] = text
             parts = self.gather(whole)
         return [pickle.loads(part[:size].tobytes()) for part, size in zip(parts, sizes)]
 
@@ -49,8 +52,8 @@ class Agreement:
 
 
 class Peers:
-    """A few bytes that all ranks map into memory: the phase (a number that counts setups, calls and teardowns) in which each
-    rank has failed. Reading it costs nothing, so every wait of a test can look."""
+    """A few bytes that all ranks map into memory: the phase (a number that counts setups, calls and
+    teardowns) in which each rank has failed. Reading it costs nothing, so every wait of a test can look."""
 
     def __init__(self, world):
         self.rank, self.size = world.rank, world.size

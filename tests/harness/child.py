@@ -1,4 +1,5 @@
 """One `mpirun` that runs a list of tests in an inner pytest, and the messages that its rank 0 writes."""
+
 import json
 import os
 import signal
@@ -9,8 +10,8 @@ import time
 
 from tests.harness import launch
 
-SLACK = 60          # seconds of silence, beyond the limit of a test, after which mpirun itself is taken to hang
-TAIL = 12_000       # characters of mpirun's output that go into a report
+SLACK = 60  # seconds of silence, beyond the limit of a test, after which mpirun itself is taken to hang
+TAIL = 12_000  # characters of mpirun's output that go into a report
 
 
 class Child:
@@ -29,16 +30,25 @@ class Child:
         with open(arguments, "w") as file:
             file.write("\n".join(item.nodeid for item in items))
         # Plugins that cost each rank up to a second to load, left out where no test needs them.
-        unused = ["no:typeguard"] + ["no:hypothesispytest"] * (not any(draws_examples(item) for item in items))
+        unused = ["no:typeguard"]
+        if not any(draws_examples(item) for item in items):
+            unused.append("no:hypothesispytest")
         options = inherited(config) + [word for name in unused for word in ("-p", name)]
         command = [*launch.mpirun(ranks), sys.executable, "-m", "pytest", *options, "@" + arguments]
-        environment = {**launch.environment(ranks), launch.REPORTS: self.reports}
-        shown = config.option.capture == "no"                    # pytest -s: the ranks print to the terminal
+        environment = launch.environment(ranks)
+        environment |= {launch.REPORTS: self.reports, launch.OWNER: str(os.getpid())}
+        shown = config.option.capture == "no"  # pytest -s: the ranks print to the terminal
         open(self.reports, "w").close()
         with open(self.output, "wb") as out:
             self.process = subprocess.Popen(
-                command, env=environment, cwd=config.rootpath, stdin=subprocess.DEVNULL, start_new_session=True,
-                stdout=None if shown else out, stderr=None if shown else subprocess.STDOUT)
+                command,
+                env=environment,
+                cwd=config.rootpath,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                stdout=None if shown else out,
+                stderr=None if shown else subprocess.STDOUT,
+            )
 
     def __enter__(self):
         return self
@@ -52,10 +62,10 @@ class Child:
         heard = time.monotonic()
         with open(self.reports) as stream:
             while True:
-                over = self.process.poll() is not None           # before reading, so that nothing written earlier is missed
+                over = self.process.poll() is not None  # asked before reading, so that no line is missed
                 line = stream.readline()
                 while line and not line.endswith("\n") and not over:
-                    time.sleep(0.01)                             # the rest of the line is on its way
+                    time.sleep(0.01)  # the rest of the line is on its way
                     line += stream.readline()
                 if line.endswith("\n"):
                     heard = time.monotonic()
@@ -84,8 +94,9 @@ class Child:
     def account(self):
         """How mpirun ended, and the end of what it printed."""
         with open(self.output, errors="replace") as file:
-            text = file.read().replace("\0", "")                 # Open MPI writes a NUL after its banner
-        return f"mpirun -np {self.ranks} ended with exit code {self.process.returncode}{self.killed}:\n{text[-TAIL:]}"
+            text = file.read().replace("\0", "")  # Open MPI writes a NUL after its banner
+        code = self.process.returncode
+        return f"mpirun -np {self.ranks} ended with exit code {code}{self.killed}:\n{text[-TAIL:]}"
 
 
 def draws_examples(item):
@@ -96,8 +107,15 @@ def draws_examples(item):
 def inherited(config):
     """The options of the outer pytest that matter for how a test runs and how its failure is shown."""
     option = config.option
-    arguments = ["-p", "no:cacheprovider", "--color=no", f"--rootdir={config.rootpath}",
-                 f"--capture={option.capture}", f"--tb={option.tbstyle}", *["-v"] * max(0, option.verbose)]
+    arguments = [
+        "-p",
+        "no:cacheprovider",
+        "--color=no",
+        f"--rootdir={config.rootpath}",
+        f"--capture={option.capture}",
+        f"--tb={option.tbstyle}",
+        *["-v"] * max(0, option.verbose),
+    ]
     if config.inipath:
         arguments += ["-c", str(config.inipath)]
     if option.showlocals:

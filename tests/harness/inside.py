@@ -1,9 +1,10 @@
 """pytest plugin on every rank under mpirun.
 
-The ranks run the same tests and agree on the outcome of every phase (setup, call, teardown): failed on one is failed on all,
-skipped on some is failed. Rank 0 alone prints, and shows the tracebacks of the others as sections of its report. Of the tests
-only those run that ask for exactly this number of ranks; all others count as deselected.
-"""
+The ranks run the same tests and agree on the outcome of every phase (setup, call, teardown): failed on one
+is failed on all, skipped on some is failed. Rank 0 alone prints, and shows the tracebacks of the others as
+sections of its report. Of the tests only those run that ask for exactly this number of ranks; all others
+count as deselected."""
+
 import hashlib
 import json
 import os
@@ -14,8 +15,9 @@ import pytest
 
 from tests.harness import launch
 
-for _name, _value in launch.quiet_waiting(int(os.environ.get("PMI_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", 1)))).items():
-    os.environ.setdefault(_name, _value)                         # has to be there before MPI starts
+_ranks = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1
+for _name, _value in launch.quiet_waiting(int(_ranks)).items():
+    os.environ.setdefault(_name, _value)  # has to be there before MPI starts
 
 from mpi4py import MPI  # noqa: E402
 
@@ -24,7 +26,7 @@ from tests.harness.marks import deselect, ranks_of, timeout_of  # noqa: E402
 from tests.harness.polling import PeerFailed, PollingComm, Watch  # noqa: E402
 from tests.harness.watchdog import Watchdog  # noqa: E402
 
-LONGEST = 30_000                                                 # characters of one rank's account of a failure
+LONGEST = 30_000  # characters of one rank's account of a failure
 
 
 class Rank:
@@ -35,11 +37,13 @@ class Rank:
         self.rank, self.size = self.world.rank, self.world.size
         self.agreement = Agreement(self.world)
         self.peers = Watch.peers = Peers(self.world)
-        # Not yet captured: the plugin is loaded with the first conftest.py, the descriptor is the terminal's or mpirun's.
-        self.watchdog = Watchdog(self.world, self.peers, launch.seconds("GRACE", 5), os.dup(2))
+        # Not yet captured: the plugin is loaded with the first conftest.py, the descriptor is the
+        # terminal's or mpirun's.
+        owner = int(os.environ.get(launch.OWNER, 0))
+        self.watchdog = Watchdog(self.world, self.peers, launch.seconds("GRACE", 5), os.dup(2), owner)
         self.timeout = launch.seconds("TIMEOUT", 120)
         self.comm = None
-        self.broken = []                                         # what could not be collected
+        self.broken = []  # what could not be collected
 
     def give_up(self, text):
         """Ends the job: what goes on is outside any test."""
@@ -52,14 +56,15 @@ RANK = Rank()
 
 @pytest.fixture
 def comm():
-    """A communicator of exactly the ranks that the test asks for, new for each test, whose waits end when a peer fails."""
+    """A communicator of exactly the ranks that the test asks for, new for each test, whose waits end when a
+    peer fails."""
     return RANK.comm
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-    # pytest-mpi would skip all tests marked mpi without its option; set after it has been configured, it applies its
-    # other marks (mpi_skip, mpi_xfail) and prints nothing.
+    # pytest-mpi would skip all tests marked mpi without its option; set after it has been configured, it
+    # applies its other marks (mpi_skip, mpi_xfail) and prints nothing.
     config.option.with_mpi = True
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is not None:
@@ -76,10 +81,18 @@ def pytest_configure(config):
 
 
 def same_examples():
-    """All ranks have to draw the same examples from hypothesis, and none may go on to shrink one while the others wait."""
+    """All ranks have to draw the same examples from hypothesis, and none may go on to shrink one while the
+    others wait."""
     from hypothesis import HealthCheck, Phase, settings
-    settings.register_profile("mpi", derandomize=True, database=None, deadline=None, phases=(Phase.explicit, Phase.generate),
-                              suppress_health_check=(HealthCheck.function_scoped_fixture, HealthCheck.too_slow))
+
+    settings.register_profile(
+        "mpi",
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=(Phase.explicit, Phase.generate),
+        suppress_health_check=(HealthCheck.function_scoped_fixture, HealthCheck.too_slow),
+    )
     settings.load_profile("mpi")
 
 
@@ -117,7 +130,7 @@ def pytest_collection_finish(session):
     digest = hashlib.sha1("\n".join(item.nodeid for item in session.items).encode()).hexdigest()
     seen = RANK.agreement.exchange((digest, len(session.items), RANK.broken))
     RANK.watchdog.rest()
-    if len(set((digest, number) for digest, number, _ in seen)) > 1 or len(set(bool(broken) for *_, broken in seen)) > 1:
+    if len({(digest, number, bool(broken)) for digest, number, broken in seen}) > 1:
         text = "the ranks collected different tests"
         for rank, (_, number, broken) in enumerate(seen):
             text += f"\nrank {rank}: {number} tests" + "".join(f"\n{account}" for account in broken)
@@ -168,24 +181,30 @@ def essence(told):
 
 
 def settle(report, when, victim, seen):
-    """Makes `report` what all ranks say together: `seen` has (node id, outcome, account of an own failure) of each rank."""
+    """Makes `report` what all ranks say together: `seen` has (node id, outcome, account of an own failure)
+    of each rank."""
     outcomes = [outcome for _, outcome, _ in seen]
     tests = sorted({nodeid for nodeid, *_ in seen})
     if len(tests) > 1:
         report.outcome, report.longrepr = "failed", f"the ranks are in different tests: {tests}"
     elif "failed" in outcomes:
-        causes = ([rank for rank, (*_, told) in enumerate(seen) if told]
-                  or [rank for rank, outcome in enumerate(outcomes) if outcome == "failed"])
+        causes = [rank for rank, (*_, told) in enumerate(seen) if told] or [
+            rank for rank, outcome in enumerate(outcomes) if outcome == "failed"
+        ]
         if RANK.rank not in causes:
             state = "interrupted" if victim else outcomes[RANK.rank]
-            report.longrepr = (f"rank(s) {causes} of {len(seen)}: {essence(seen[causes[0]][2])} "
-                               f"({when} {state} on rank {RANK.rank})")
+            report.longrepr = (
+                f"rank(s) {causes} of {len(seen)}: {essence(seen[causes[0]][2])} "
+                f"({when} {state} on rank {RANK.rank})"
+            )
             report.outcome = "failed"
-        others = {}                                              # {account: the ranks that give it}
+        others = {}  # {account: the ranks that give it}
         for rank in causes:
             if rank != RANK.rank:
                 others.setdefault(seen[rank][2], []).append(str(rank))
-        report.sections += [(f"rank {', '.join(ranks)} of {len(seen)}, {when}", told) for told, ranks in others.items()]
+        report.sections += [
+            (f"rank {', '.join(ranks)} of {len(seen)}, {when}", told) for told, ranks in others.items()
+        ]
     elif len(set(outcomes)) > 1:
         report.outcome, report.longrepr = "failed", f"the ranks disagree: {when} {outcomes}"
     if report.failed and hasattr(report, "wasxfail"):
@@ -205,5 +224,5 @@ def pytest_keyboard_interrupt(excinfo):
 def pytest_unconfigure():
     sys.stdout.flush()
     RANK.watchdog.watch("the end of the session", 20)
-    RANK.agreement.exchange(None)                                # no exit code ends the job before rank 0 has printed
+    RANK.agreement.exchange(None)  # no exit code ends the job before rank 0 has printed
     RANK.watchdog.rest()

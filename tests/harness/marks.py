@@ -1,15 +1,16 @@
 """Marks (`mpi`, `slow`, `torch`) and the count of multi-rank tests, on both sides of mpirun.
 
-The run fails when a multi-rank test that was selected did not execute: "green because nothing ran" cannot happen. A test may be
-skipped only by a mark that stands on it (`skip`, `skipif`, `torch`), where a reader sees it, and such skips are counted in the
-last line: `multi-rank tests: 57 collected, 56 executed, 1 skipped by its mark`.
-"""
+The run fails when a multi-rank test that was selected did not execute: "green because nothing ran" cannot
+happen. A test may be skipped only by a mark that stands on it (`skip`, `skipif`, `torch`), where a reader
+sees it, and such skips are counted in the last line: `multi-rank tests: 57 collected, 56 executed, 1
+skipped by its mark`."""
+
 import importlib.util
 
 import pytest
 
-SIZE = "mpi_np"                                                  # the hidden parameter of a test with several sizes
-FROM_PYTEST_MPI = "need --with-mpi option to run"                # pytest-mpi's reason for skipping; the harness replaces it
+SIZE = "mpi_np"  # the hidden parameter of a test with several sizes
+FROM_PYTEST_MPI = "need --with-mpi option to run"  # pytest-mpi's reason for skipping; the harness replaces it
 
 
 def ranks_of(item):
@@ -27,7 +28,9 @@ def sizes_of(mark):
     sizes = mark.kwargs.get("np", mark.kwargs.get("min_size", 2))
     sizes = list(sizes) if isinstance(sizes, (list, tuple)) else [sizes]
     if mark.args or unknown or not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
-        raise pytest.UsageError(f"{mark}: write @pytest.mark.mpi(np=2) or np=[1, 2, 4], and timeout=SECONDS if need be")
+        raise pytest.UsageError(
+            f"{mark}: write @pytest.mark.mpi(np=2) or np=[1, 2, 4], and timeout=SECONDS if need be"
+        )
     return sizes
 
 
@@ -71,14 +74,14 @@ def deselect(config, items, keep):
 
 
 class Count:
-    """Follows every selected multi-rank test: not run, executed, or skipped with its reason. A report that has `never_ran` only
-    says that a test could not be run."""
+    """Follows every selected multi-rank test: not run, executed, or skipped with its reason. A report that
+    has `never_ran` only says that a test could not be run."""
 
     def __init__(self):
         self.items = {}
         self.executed = set()
-        self.skipped = {}                                        # {node id: reason}
-        self.told = set()                                        # reported as failed because they did not run
+        self.skipped = {}  # {node id: reason}
+        self.told = set()  # reported as failed because they did not run
 
     def select(self, items):
         self.items = {item.nodeid: item for item in items if ranks_of(item)}
@@ -96,19 +99,31 @@ class Count:
 
     def allowed_skips(self):
         """Skips that a mark on the test announces."""
-        return {nodeid for nodeid in self.skipped if nodeid not in self.executed and any(
-            mark.kwargs.get("reason") != FROM_PYTEST_MPI
-            for name in ("skip", "skipif", "mpi_skip", "mpi_break", "torch") for mark in self.items[nodeid].iter_markers(name))}
+        return {
+            nodeid
+            for nodeid in self.skipped
+            if nodeid not in self.executed
+            and any(
+                mark.kwargs.get("reason") != FROM_PYTEST_MPI
+                for name in ("skip", "skipif", "mpi_skip", "mpi_break", "torch")
+                for mark in self.items[nodeid].iter_markers(name)
+            )
+        }
 
     def missing(self):
         """{node id: why} of the tests that should have run and did not."""
         left = self.items.keys() - self.executed - self.allowed_skips() - self.told
-        return {nodeid: self.skipped.get(nodeid, "it was never started") for nodeid in self.items if nodeid in left}
+        return {
+            nodeid: self.skipped.get(nodeid, "it was never started")
+            for nodeid in self.items
+            if nodeid in left
+        }
 
     def line(self):
         skips = len(self.allowed_skips())
-        return (f"multi-rank tests: {len(self.items)} collected, {len(self.executed)} executed"
-                + (f", {skips} skipped by {'its mark' if skips == 1 else 'their marks'}" if skips else ""))
+        return f"multi-rank tests: {len(self.items)} collected, {len(self.executed)} executed" + (
+            f", {skips} skipped by {'its mark' if skips == 1 else 'their marks'}" if skips else ""
+        )
 
 
 COUNT = pytest.StashKey[Count]()
@@ -126,9 +141,13 @@ def pytest_collection_finish(session):
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session, exitstatus):
     count, config = session.config.stash[COUNT], session.config
-    stopped = session.shouldfail or session.shouldstop or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    stopped = (
+        session.shouldfail
+        or session.shouldstop
+        or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    )
     if config.option.collectonly or stopped:
-        return                                                   # the exit status tells already
+        return  # the exit status tells already
     for nodeid, why in count.missing().items():
         item = count.items[nodeid]
         text = f"this multi-rank test did not run, so the run is not green: {why}"

@@ -1,9 +1,10 @@
 """pytest plugin outside mpirun: runs the serial tests in this process, then starts the multi-rank ones.
 
-There is one mpirun for each number of ranks, with all its tests. Rank 0 sends the reports that all ranks have agreed on, and they
-are shown here as if the tests had run here, so -v, -q, -x, --lf, --durations and the like do what they always do. If an mpirun
-dies, the test it was in fails, and another mpirun goes on with the next one.
-"""
+There is one mpirun for each number of ranks, with all its tests. Rank 0 sends the reports that all ranks
+have agreed on, and they are shown here as if the tests had run here, so -v, -q, -x, --lf, --durations and
+the like do what they always do. If an mpirun dies, the test it was in fails, and another mpirun goes on
+with the next one."""
+
 import pytest
 
 from tests.harness import launch
@@ -23,7 +24,7 @@ def pytest_runtestloop(session):
         return (yield)
     session.items = [item for item in collected if ranks_of(item) is None]
     try:
-        result = yield                                           # the serial ones, in this process
+        result = yield  # the serial ones, in this process
     finally:
         session.items = collected
     for ranks in sorted({ranks_of(item) for item in collected} - {None}):
@@ -51,14 +52,14 @@ def run(session, ranks, items):
         elif child.process.returncode != (1 if failed else 0):
             fail(session, done[-1], "teardown", f"after this test, {child.account()}")
         else:
-            left = []                                            # it ended well: what it left out, the count will find
+            left = []  # it ended well: what it left out, the count will find
     stop_if_asked(session)
     return left
 
 
 def follow(session, child, items):
-    """Shows what rank 0 reports. Returns the test in which the child ended, if any, the tests that it finished, and whether
-    one of them failed. `items` is {node id: item}."""
+    """Shows what rank 0 reports. Returns the test in which the child ended, if any, the tests that it
+    finished, and whether one of them failed. `items` is {node id: item}."""
     hook, current, done, failed = session.config.hook, None, [], False
     for message in child.messages():
         if "start" in message:
@@ -66,7 +67,7 @@ def follow(session, child, items):
             hook.pytest_runtest_logstart(nodeid=current.nodeid, location=current.location)
         elif "report" in message:
             report = hook.pytest_report_from_serializable(config=session.config, data=message["report"])
-            if isinstance(report.longrepr, list):                # where and why a test was skipped; JSON has no tuples
+            if isinstance(report.longrepr, list):  # where and why a test was skipped; JSON has no tuples
                 report.longrepr = tuple(report.longrepr)
             failed |= report.failed
             hook.pytest_runtest_logreport(report=report)
@@ -82,7 +83,13 @@ def give_up(session, items, why):
     """No test has even started: the rest would fare alike, so all fail, the first with the whole story."""
     for item in items:
         session.config.hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        fail(session, item, "setup", why if item is items[0] else f"not started, see {items[0].nodeid}", never_ran=True)
+        fail(
+            session,
+            item,
+            "setup",
+            why if item is items[0] else f"not started, see {items[0].nodeid}",
+            never_ran=True,
+        )
         session.config.hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         stop_if_asked(session)
     return []

@@ -1,9 +1,11 @@
-"""The communicator that tests get: its blocking calls wait by polling, and give up when another rank has failed.
+"""The communicator that tests get: its blocking calls wait by polling, and give up when another rank has
+failed.
 
-With a plain communicator a rank that fails leaves the others in their Allreduce for ever, or has them matched with a later one.
-Each blocking call here is the non-blocking one, followed by Test until it is true or a peer has failed; then PeerFailed is raised.
-Communicators made from this one (Dup, Split, `type(comm)(other)`) poll too.
-"""
+With a plain communicator a rank that fails leaves the others in their Allreduce for ever, or has them
+matched with a later one. Each blocking call here is the non-blocking one, followed by Test until it is true
+or a peer has failed; then PeerFailed is raised. Communicators made from this one (Dup, Split,
+`type(comm)(other)`) poll too."""
+
 import pickle
 
 import numpy as np
@@ -17,8 +19,8 @@ class PeerFailed(RuntimeError):
 
 
 class Watch:
-    """Whom the waits look at. `peers` is set once, by the plugin; `abandoned` keeps the requests that were given up, as MPI may
-    still write to their buffers."""
+    """Whom the waits look at. `peers` is set once, by the plugin; `abandoned` keeps the requests that were
+    given up, as MPI may still write to their buffers."""
 
     peers = None
     abandoned = []
@@ -58,14 +60,16 @@ class PollingComm(MPI.Intracomm):
     """An Intracomm whose blocking calls can be interrupted by the failure of another rank."""
 
     def __repr__(self):
-        return f"<communicator of {self.size} ranks>"            # alike on all ranks, so that equal failures read alike
+        return f"<communicator of {self.size} ranks>"  # alike on all ranks, so that equal failures read alike
 
     # Point to point
 
     def Recv(self, buf, source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG, status=None):
         self._finish(super().Irecv(buf, source, tag), status)
 
-    def Sendrecv(self, sendbuf, dest, sendtag=0, recvbuf=None, source=MPI.ANY_SOURCE, recvtag=MPI.ANY_TAG, status=None):
+    def Sendrecv(
+        self, sendbuf, dest, sendtag=0, recvbuf=None, source=MPI.ANY_SOURCE, recvtag=MPI.ANY_TAG, status=None
+    ):
         receive = super().Irecv(recvbuf, source, recvtag)
         self._finish(super().Isend(sendbuf, dest, sendtag))
         self._finish(receive, status)
@@ -120,7 +124,8 @@ class PollingComm(MPI.Intracomm):
     def barrier(self):
         self.Barrier()
 
-    # Communicators made from this one. MPI can't make them without blocking, so all ranks meet first, polling.
+    # Communicators made from this one. MPI can't make them without blocking, so all ranks meet first,
+    # polling.
 
     def Dup(self, info=None):
         self.Barrier()
@@ -170,8 +175,11 @@ def _starting(name):
     return call
 
 
-COLLECTIVES = ("Barrier Bcast Reduce Allreduce Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv Alltoallw "
-               "Reduce_scatter_block Reduce_scatter Scan Exscan").split()
+COLLECTIVES = (
+    "Barrier Bcast Reduce Allreduce Gather Gatherv Scatter Scatterv Allgather Allgatherv "
+    "Alltoall Alltoallv Alltoallw "
+    "Reduce_scatter_block Reduce_scatter Scan Exscan"
+).split()
 for _name in COLLECTIVES + ["Send", "Ssend", "Bsend", "Rsend"]:
     setattr(PollingComm, _name, _blocking(_name))
 for _name in COLLECTIVES + ["Send", "Ssend", "Bsend", "Rsend", "Recv"]:

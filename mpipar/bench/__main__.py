@@ -1,0 +1,30 @@
+"""`python -m mpipar.bench <name>`: finds the benchmark of that name and runs it."""
+
+import argparse
+import importlib
+import sys
+
+BENCHMARKS = {"gemm": "our matrix product against NumPy's BLAS, in one run"}
+
+
+def main(arguments=None) -> int:
+    """Exit code: 0, or 2 (from argparse) where an argument does not fit."""
+    parser = argparse.ArgumentParser(prog="python -m mpipar.bench", description="Measures parts of mpipar.")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="{" + ",".join(BENCHMARKS) + "}")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    for name, text in BENCHMARKS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if name in arguments:
+            module = importlib.import_module(f".{name}", __package__)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    parsed = parser.parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except ValueError as error:
+        parser.exit(2, f"mpipar: error: {error}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

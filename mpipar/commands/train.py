@@ -1,0 +1,196 @@
+"""The command `mpipar.train`: set a run up, train, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+
+import mpipar
+from mpipar.comm import fault, guard
+from mpipar.comm.mesh import Mesh
+from mpipar.comm.mpi import check_launcher, library, world_size
+from mpipar.commands.config import Config, parse
+from mpipar.commands.report import Progress, plan_lines
+from mpipar.data import RandomTokens, RandomVectors, TextVectors, TextWindows, load_text, split_text
+from mpipar.engine.bubble import BubbleMeter, predicted_bubble
+from mpipar.engine.checksum import parameters_sha256
+from mpipar.engine.generate import generate
+from mpipar.engine.learning_rate import Cosine
+from mpipar.engine.metrics import MetricsFile, Throughput, check_writable, peak_rss_bytes
+from mpipar.engine.optimizer import SGD, AdamW
+from mpipar.engine.trainer import Trainer
+from mpipar.kernels.settings import settings
+from mpipar.kernels.threads import limit_threads
+from mpipar.models.gpt import GPT
+from mpipar.models.mlp import MLP
+
+
+@dataclass
+class Run:
+    """Everything that a configuration asks for, built and checked."""
+
+    config: Config
+    mesh: Mesh
+    train: object  # source of the training batches
+    held_out: object | None  # source of the evaluation batches
+    trainer: Trainer
+    metrics: MetricsFile
+    prompt: np.ndarray | None  # text to continue at the end
+
+
+def main(arguments: list[str]) -> None:
+    """The command: see `Config` for the options."""
+    fault.inject("import")
+    train(set_up(arguments))
+
+
+def set_up(arguments: list[str]) -> Run:
+    """Build a run from the command line; whatever a user can get wrong is refused here, before memory is taken."""
+    with guard.checking():
+        check_launcher()
+        fault.check()
+        asked = parse(arguments)
+        config = asked.resolved(world_size())
+        mesh = Mesh(dp=asked.dp, tp=config.tp, pp=config.pp, order=config.axes())
+        config.check()
+        check_writable(config.metrics)
+        train_source, held_out, prompt = sources(config)
+        limit_threads(config.threads or max(1, settings.threads // mesh.ranks_on_node))
+        settings.gemm = config.gemm
+        model = build_model(config, mesh)
+        kind = AdamW if config.optimizer == "adamw" else SGD
+        options = {"betas": (config.beta1, config.beta2)} if config.optimizer == "adamw" else {}
+        trainer = Trainer(
+            model, kind(lr=config.lr, weight_decay=config.weight_decay, **options), schedule=config.schedule,
+            micro_batches=config.micro_batches, clip=config.clip,
+            learning_rate=Cosine(config.lr, config.warmup, config.steps, config.lr_min),
+        )
+        metrics = MetricsFile(config.metrics, active=mesh.is_root)
+    return Run(config, mesh, train_source, held_out, trainer, metrics, prompt)
+
+
+def build_model(config: Config, mesh: Mesh) -> GPT | MLP:
+    """The model of a configuration on a mesh."""
+    common = dict(
+        layers=config.layers, dim=config.dim, mesh=mesh, dtype=config.dtype, seed=config.seed,
+        virtual_stages=config.virtual_stages, layers_per_stage=config.stage_layers(),
+    )
+    if config.model == "mlp":
+        return MLP(**common)
+    return GPT(heads=config.heads, vocab=config.vocab, seq=config.seq, tied=config.tied, dropout=config.dropout, **common)
+
+
+def sources(config: Config):
+    """(training source, held-out source or None, prompt or None) of a configuration."""
+    common = dict(global_batch=config.global_batch, seed=config.seed)
+    if config.data == "random":
+        if config.model == "mlp":
+            return RandomVectors(dim=config.dim, dtype=config.dtype, **common), None, None
+        return RandomTokens(vocab=config.vocab, seq=config.seq, **common), None, None
+    tokens = load_text(config.data)
+    if config.model == "gpt" and tokens.max() >= config.vocab:
+        raise ValueError(f"--vocab {config.vocab} is too small: the text has the byte {tokens.max()}, so at least {tokens.max() + 1}")
+    train_part, tail = split_text(tokens, config.held_out)
+
+    def source(part):
+        if config.model == "mlp":
+            return TextVectors(part, dim=config.dim, dtype=config.dtype, **common)
+        return TextWindows(part, seq=config.seq, **common)
+
+    held_out = source(tail) if config.eval_steps and len(tail) else None
+    return source(train_part), held_out, tail[:32].astype(np.int64) if config.model == "gpt" and len(tail) else None
+
+
+def train(run: Run) -> None:
+    """The loop over the steps, evaluations, and what is said and written on the way."""
+    config, mesh, trainer = run.config, run.mesh, run.trainer
+    speak = mesh.is_root and not config.quiet
+    if speak:
+        print("\n".join(plan_lines(
+            trainer.model, batch=config.global_batch, micro_batches=config.micro_batches, schedule=config.schedule,
+            threads=settings.threads, gemm=settings.gemm)), flush=True)
+    write_start(run)
+    first = run.train.batch(1)
+    unit = "tokens" if first.tokens else "samples"
+    throughput = Throughput(first.tokens or first.size)
+    progress, bubble, sent = Progress(config.steps, active=speak, unit=unit), BubbleMeter(), {}
+    mesh.world.barrier()
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        with mesh.record() if step == 1 else nullcontext() as log:  # every step sends the same
+            fault.inject("data", step=step, rank=mesh.rank)
+            result = trainer.step(run.train.batch(step))
+        seconds = time.perf_counter() - started
+        rate = throughput.add(seconds)
+        bubble.add(trainer)
+        if log is not None:
+            by_group = log.sent(by="group")
+            sent = {axis: by_group.get(axis, 0) for axis in ("tp", "pp", "dp")}
+        run.metrics.write("step", step=step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr,
+                          step_time_s=seconds, **{f"{unit}_per_s": rate})
+        progress.step(result, rate)
+        if result.stop:
+            progress.say(f"asked to stop: leaving after step {step}")
+            break
+        if config.eval_every and step % config.eval_every == 0 and step < config.steps:
+            evaluate(run, progress)
+    final = evaluate(run, progress)
+    progress.close()
+    write_end(run, throughput, bubble, sent, unit, final, speak)
+    if run.prompt is not None and config.generate:
+        sample(run, speak)
+    run.metrics.close()
+
+
+def evaluate(run: Run, progress: Progress) -> float | None:
+    """The loss over the held-out batches, said and written; None if there are none."""
+    if run.held_out is None:
+        return None
+    batches = (run.held_out.batch(k) for k in range(1, run.config.eval_steps + 1))
+    loss = run.trainer.evaluate(batches)
+    run.metrics.write("eval", step=run.trainer.steps_done, loss=loss)
+    progress.say(f"evaluation after step {run.trainer.steps_done}: held-out loss {loss:.4f}")
+    return loss
+
+
+def sample(run: Run, speak: bool) -> None:
+    """Let the first replica continue the beginning of the held-out text, and print it."""
+    if run.mesh.dp.rank == 0:
+        tokens = generate(run.trainer.model, run.prompt, run.config.generate, seed=run.config.seed)
+        if speak:
+            start, rest = (bytes(t.astype(np.uint8)).decode(errors="replace") for t in np.split(tokens, [len(run.prompt)]))
+            print(f"generated text, after {start!r}:\n{rest}", flush=True)
+    run.mesh.world.barrier()
+
+
+def write_start(run: Run) -> None:
+    """The first line of the metrics file: the whole configuration and where it runs."""
+    mesh = run.mesh
+    run.metrics.write(
+        "start", **dataclasses.asdict(run.config), ranks=mesh.size, nodes=mesh.nodes, threads_per_rank=settings.threads,
+        versions={"mpipar": mpipar.__version__, "numpy": np.__version__, "python": platform.python_version(), "mpi": library()},
+    )
+
+
+def write_end(run: Run, throughput: Throughput, bubble: BubbleMeter, sent: dict, unit: str, final, speak: bool) -> None:
+    """The last line of the metrics file, and the same in short on the screen; collective."""
+    trainer, mesh = run.trainer, run.mesh
+    digest = parameters_sha256(trainer.model)
+    memory = peak_rss_bytes(mesh.world)
+    measured = bubble.measured(mesh.pp)
+    run.metrics.write(
+        "end", steps=trainer.steps_done, parameters=trainer.model.global_parameters, parameters_sha256=digest,
+        eval_loss=final, median_step_time_s=throughput.median_time(), warmup_steps_excluded=throughput.excluded,
+        **{f"median_{unit}_per_s": throughput.median_rate()}, peak_rss_bytes=memory, bytes_sent=sent,
+        bubble={"measured": measured, "predicted": predicted_bubble(trainer.plan)},
+    )
+    if speak:
+        bytes_sent = ", ".join(f"{axis} {count:,.0f}" for axis, count in sent.items() if count)
+        print(f"{trainer.steps_done} steps, median {throughput.median_time() * 1e3:.1f} ms, {throughput.median_rate():,.0f} "
+              f"{unit}/s; bytes sent a step by rank 0: {bytes_sent or 'none'}; peak memory of a rank {max(memory) >> 20} MiB", flush=True)
+

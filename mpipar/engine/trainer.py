@@ -1,0 +1,111 @@
+"""The training step: schedule, gradients, clipping, optimizer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpipar.comm.fault import inject
+from mpipar.comm.guard import stop_requested
+from mpipar.data.batch import Batch
+from mpipar.engine.gradients import Gradients
+from mpipar.engine.optimizer import SGD, AdamW
+from mpipar.models.model import MicroBatch, Model
+from mpipar.nn.layer import SampleKeys
+from mpipar.nn.parameter import split_range
+from mpipar.parallel.pipeline.check import check
+from mpipar.parallel.pipeline.mailbox import GroupMailbox
+from mpipar.parallel.pipeline.messages import with_messages
+from mpipar.parallel.pipeline.run import RunResult, run, run_forward
+from mpipar.parallel.pipeline.schedule import build, forward_only
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The same on every rank.
+
+    loss: mean over the global batch. grad_norm: of the whole gradient before clipping. lr: learning rate used.
+    stop: True if any rank was asked to stop (SIGTERM, SIGUSR1) before this step ended.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    stop: bool
+
+
+class Trainer:
+    """Trains a model on a mesh.
+
+    optimizer: AdamW or SGD. schedule: a name in `schedule.SCHEDULES`. micro_batches: into how many parts each replica cuts its
+    rows, as even as possible. clip: largest norm of the gradient, 0 for no limit. learning_rate: a function of the
+    step (from 1), default the optimizer's own lr. ValueError for a schedule that doesn't exist or sizes below 1.
+    """
+
+    def __init__(self, model: Model, optimizer: AdamW | SGD | None = None, *, mesh=None, schedule="1f1b",
+                 micro_batches=1, clip=0.0, learning_rate=None):
+        optimizer = AdamW() if optimizer is None else optimizer
+        mesh = model.mesh if mesh is None else mesh
+        if mesh is not model.mesh:
+            raise ValueError("the trainer's mesh is not the model's: build both with the same one")
+        self.model, self.mesh = model, mesh
+        self.micro_batches, self.clip = micro_batches, clip
+        self.learning_rate = learning_rate or (lambda step: optimizer.lr)
+        self.plan = build(schedule, mesh.pp.size, micro_batches, model.virtual_stages)
+        check(self.plan)
+        self.program = with_messages(self.plan)[mesh.pp.rank]
+        self.forward_program = with_messages(forward_only(mesh.pp.size, micro_batches, model.virtual_stages))[mesh.pp.rank]
+        self.mailbox = GroupMailbox(mesh.pp, model.stages)
+        self.optimizer = optimizer.start(model.buffers)
+        self.gradients = Gradients(model)
+        self.steps_done = 0
+        self.last_run: RunResult | None = None
+
+    def step(self, batch: Batch) -> StepResult:
+        """One step on a global batch; every rank passes the same one."""
+        step = self.steps_done + 1
+        inject("step", step=step, rank=self.mesh.rank)
+        self.gradients.clear()
+        micros = self.split(batch, step)
+        self.last_run = run(self.program, self.model.chunks, micros, self.mailbox)
+        self.gradients.reduce()
+        loss, squares, stop = self._sum_over_ranks(self.last_run.losses, self.gradients.squares())
+        norm = math.sqrt(squares)
+        lr = self.learning_rate(step)
+        self.optimizer.update(lr=lr, step=step, grad_scale=self.clip_factor(norm))
+        self.steps_done = step
+        return StepResult(step, loss / batch.weight, norm, lr, stop > 0)
+
+    def evaluate(self, batches) -> float:
+        """The mean loss over some global batches, without dropout and without a change of the model."""
+        loss = weight = 0.0
+        for batch in batches:
+            done = run_forward(self.forward_program, self.model.chunks, self.split(batch, None), self.mailbox)
+            loss += self._sum_over_ranks(done.losses, 0.0)[0]
+            weight += batch.weight
+        return loss / weight if weight else math.nan
+
+    def split(self, batch: Batch, step: int | None) -> list[MicroBatch]:
+        """This replica's rows of a global batch, cut into micro-batches; step None means evaluation (no dropout)."""
+        first, last = split_range(batch.size, self.mesh.dp.size, self.mesh.dp.rank)
+        scale = 1.0 / batch.weight if batch.weight else 0.0
+        micros = []
+        for number in range(self.micro_batches):
+            a, b = split_range(last - first, self.micro_batches, number)
+            inputs, targets = batch.fetch(first + a, first + b)
+            keys = None if step is None else SampleKeys(step, np.arange(first + a, first + b))
+            micros.append(MicroBatch(inputs, targets, keys, scale))
+        return micros
+
+    def clip_factor(self, norm: float) -> float:
+        """What every gradient is multiplied by, so that the norm is at most `clip`."""
+        return self.clip / norm if self.clip and norm > self.clip else 1.0
+
+    def _sum_over_ranks(self, losses: list[float], squares: float) -> tuple[float, float, float]:
+        """One small all-reduce: losses are counted on tensor-parallel rank 0 of the last stage, squares as given."""
+        loss = math.fsum(losses) if self.mesh.tp.rank == 0 else 0.0
+        totals = self.mesh.world.all_reduce(np.array([loss, squares, float(stop_requested())]))
+        return float(totals[0]), float(totals[1]), float(totals[2])

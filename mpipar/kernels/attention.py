@@ -1,0 +1,169 @@
+"""Causal attention without the T x T matrix: tiles of it are made, used and forgotten. Meaning: `plain.py`.
+
+Dao, Fu, Ermon, Rudra and Re, "FlashAttention", 2022: a running maximum and sum of each row's exponentials make the
+softmax exact over tiles; the backward pass makes each tile's probabilities again from the saved log of those sums.
+"""
+import math
+
+import numpy as np
+
+from .attention_backward import backward_head
+from .attention_tiles import BLOCK, aligned, column_of_tiles, pack_columns, pack_lines, write_transposed
+from .cache import jit
+from .polynomials import VECTOR_FLAGS, exp
+from .threads import parallel_for
+from .vector import address, lanes, size_of, stand_alone
+from .views import same_dtype, same_shape
+from .wide import wide_vectors
+
+
+def attention_forward(q, k, v, out, lse):
+    """out = softmax(q k^T / sqrt(hd)) v, causal; lse[b, h, t] is the log of the softmax's denominator.
+
+    q, k, v, out: [B, T, H, hd], float32 or float64, unit stride in hd and any other strides, so that slices of one
+    [B, T, 3, H, hd] array serve as they are; lse: [B, H, T], C-contiguous. Extra memory: O(T hd) for each thread."""
+    dtype = same_dtype(q, k, v, out, lse)
+    B, T, H, width = _check(lse, q, k, v, out)
+    heads = [_Heads(x) for x in (q, k, v)] + [_Heads(out, written=True)]
+    steps = [x.row for x in heads]
+    factor = dtype.type(1 / math.sqrt(max(width, 1)))
+    parallel_for(_forward_head, [(*(x.at(b, h) for x in heads), lse[b, h], *steps, width, factor)
+                                 for b in range(B) for h in range(H) if T])
+    return out
+
+
+def attention_backward(q, k, v, out, lse, dout, dq, dk, dv):
+    """Writes dq, dk, dv from the arrays of the forward pass and dout, all [B, T, H, hd] as there."""
+    dtype = same_dtype(q, k, v, out, lse, dout, dq, dk, dv)
+    B, T, H, width = _check(lse, q, k, v, out, dout, dq, dk, dv)
+    heads = [_Heads(x) for x in (q, k, v, out, dout)] + [_Heads(x, written=True) for x in (dq, dk, dv)]
+    steps = [x.row for x in heads]
+    factor = dtype.type(1 / math.sqrt(max(width, 1)))
+    parallel_for(backward_head, [(*(x.at(b, h) for x in heads), lse[b, h], *steps, width, factor)
+                                 for b in range(B) for h in range(H) if T])
+
+
+def warm(dtype):
+    """Compiles or loads every kernel of this file for a dtype."""
+    x = [np.zeros((1, 2, 1, 4), dtype) for _ in range(8)]
+    lse = np.zeros((1, 1, 2), dtype)
+    attention_forward(*x[:4], lse)
+    attention_backward(*x[:4], lse, *x[4:])
+
+
+class _Heads:
+    """A [B, T, H, hd] view as flat memory, of which `at(b, h)` is the part from the first number of one head on."""
+
+    def __init__(self, x, *, written=False):
+        size = x.itemsize
+        plain = x.size == 0 or x.flags.writeable and all(step >= 0 and step % size == 0 for step in x.strides) and (
+            x.strides[3] == size or x.shape[3] < 2)
+        if written and not plain:
+            raise ValueError(f"a result of attention has strides {x.strides}: give a writable view of unit stride in hd")
+        if not plain:
+            x = np.array(x, order="C")
+        length = 1 + sum((n - 1) * step // size for n, step in zip(x.shape, x.strides)) if x.size else 0
+        self.flat = np.lib.stride_tricks.as_strided(x, (length,), (size,))
+        self.sample, self.row, self.head = (step // size for step in x.strides[:3])
+
+    def at(self, b, h):
+        return self.flat[b * self.sample + h * self.head:]
+
+
+def _check(lse, *heads):
+    same_shape(*heads)
+    if heads[0].ndim != 4:
+        raise ValueError(f"attention of an array of shape {heads[0].shape}: give [B, T, H, hd]")
+    B, T, H, width = heads[0].shape
+    if lse.shape != (B, H, T) or not lse.flags.carray:
+        raise ValueError(f"lse of shape {lse.shape}: give a C-contiguous array of {(B, H, T)}")
+    return B, T, H, width
+
+
+@jit
+def _forward_head(q, k, v, out, lse, q_row, k_row, v_row, out_row, width, factor):
+    # Tiles stand transposed, [keys, queries]: the softmax then runs along vectors of queries without any sum across a
+    # vector, and the probabilities are the right operand of O^T = V^T P^T just where they lie.
+    tokens = lse.size
+    zero = q.dtype.type(0)
+    size, panel = size_of(zero), 2 * lanes(zero)
+    step = BLOCK * size
+    begin, no = np.int64(0), np.bool_(False)  # of the types that variables have: a constant would be compiled for anew
+    wide = -(-width // panel) * panel
+    keys, values = aligned(q, tokens * width + panel), aligned(q, tokens * width + panel)
+    queries = aligned(q, BLOCK * width + panel)
+    scores, sums = aligned(q, BLOCK * BLOCK + panel), aligned(q, width * BLOCK + panel)
+    work = aligned(q, BLOCK * wide + panel)
+    largest, total, shrink = aligned(q, BLOCK + panel), aligned(q, BLOCK + panel), aligned(q, BLOCK + panel)
+    keys_at, values_at, scores_at, sums_at = address(keys), address(values), address(scores), address(sums)
+    for j0 in range(0, tokens, BLOCK):
+        n = min(BLOCK, tokens - j0)
+        pack_lines(zero, address(k) + j0 * k_row * size, k_row * size, size, n, width, keys_at + j0 * width * size)
+        pack_lines(zero, address(v) + j0 * v_row * size, size, v_row * size, width, n, values_at + j0 * width * size)
+    for i0 in range(0, tokens, BLOCK):
+        rows = min(BLOCK, tokens - i0)
+        pack_columns(zero, address(q) + i0 * q_row * size, q_row * size, size, rows, width, address(queries))
+        for i in range(queries.size):
+            queries[i] *= factor
+        largest[:] = -np.inf
+        total[:] = 0
+        for j0 in range(0, i0 + 1, BLOCK):
+            n = min(BLOCK, tokens - j0)
+            diagonal, adding = j0 == i0, j0 > 0
+            at = j0 * width * size
+            for i in range(0, rows, panel):
+                columns = min(panel, rows - i)
+                seen = min(n, i + columns) if diagonal else n
+                column_of_tiles(zero, keys_at + at, width, n, begin, seen, address(queries) + i * width * size,
+                                panel * size, scores_at + i * size, step, columns, begin, width, no)
+            if _softmax_tile(scores, rows, n, diagonal, largest, total, shrink) and adding:
+                for d in range(width):
+                    line = sums[d * BLOCK:d * BLOCK + rows]
+                    for i in range(line.size):
+                        line[i] *= shrink[i]
+            for i in range(0, rows, panel):
+                columns = min(panel, rows - i)
+                seen = min(n, i + columns) if diagonal else n
+                column_of_tiles(zero, values_at + at, n, width, begin, width, scores_at + i * size, step,
+                                sums_at + i * size, step, columns, begin, seen, adding)
+        for i in range(rows):
+            lse[i0 + i] = largest[i] + math.log(total[i])
+            shrink[i] = q.dtype.type(1) / total[i]
+        for d in range(width):
+            line = sums[d * BLOCK:d * BLOCK + rows]
+            for i in range(line.size):
+                line[i] *= shrink[i]
+        write_transposed(zero, sums_at, step, width, rows, work, out[i0 * out_row:], out_row)
+
+
+@jit(fastmath=VECTOR_FLAGS)
+def _softmax_tile(scores, rows, keys, diagonal, largest, total, shrink):
+    """scores[keys, rows] become exponentials relative to the running maximum, total their running sum.
+
+    shrink[i] = exp(old maximum - new one), by which earlier sums are to be multiplied; returns whether any is not 1."""
+    stand_alone(scores.dtype.type(0))
+    wide_vectors()
+    # Columns beyond `rows`, up to the end of a whole row, hold nothing that is used: they keep the loops free of remainders.
+    count = BLOCK if rows > BLOCK // 2 else rows
+    masked = scores.dtype.type(-np.inf)
+    top, sums = largest[:count], total[:count]
+    for i in range(count):
+        shrink[i] = top[i]
+    for j in range(keys):
+        line, lo = scores[j * BLOCK:j * BLOCK + count], j if diagonal else 0
+        for i in range(line.size):
+            value = line[i] if i >= lo else masked
+            line[i] = value
+            top[i] = top[i] if top[i] > value else value
+    changed = 0
+    for i in range(rows):
+        changed += 1 if shrink[i] != top[i] else 0
+        shrink[i] = exp(shrink[i] - top[i])
+        sums[i] *= shrink[i]
+    for j in range(keys):
+        line = scores[j * BLOCK:j * BLOCK + count]
+        for i in range(line.size):
+            value = exp(line[i] - top[i])
+            line[i] = value
+            sums[i] += value
+    return changed > 0

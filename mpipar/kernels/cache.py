@@ -1,0 +1,217 @@
+"""Where compiled kernels are kept, and the decorator that compiles them.
+
+Numba's own cache knows a function by the source file it stands in: a helper edited in another file goes unnoticed, and two
+processes that fill an empty cache with different types at once can swap their code, because both number their files from one.
+So kernels use a store of their own: one directory for each state of all kernel sources, compiler versions and CPU, and in it
+one file for each function and signature, written under another name and then renamed.
+"""
+
+import functools
+import hashlib
+import os
+import pickle
+import platform
+import shutil
+import stat
+import sys
+import tempfile
+import threading
+import uuid
+import warnings
+from pathlib import Path
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+from numba.core.caching import NullCache
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
+
+KEEP_STATES = 8  # directories of older states that stay beside the present one
+
+
+def jit(function=None, *, fastmath=False, inline=False):
+    """Compiles a kernel in Numba's no-Python mode on its first call; the code is kept in this module's store.
+
+    The GIL is released, division by zero gives inf as in NumPy, indices are not checked. fastmath: False, True or a set of
+    LLVM flags. inline: for a helper of one or two kernels; it becomes part of its callers and is never compiled by itself,
+    which saves compile time. Use as `@jit` or `@jit(fastmath=...)`, on functions of a module (not on closures).
+    """
+    if function is None:
+        return functools.partial(jit, fastmath=fastmath, inline=inline)
+    compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False, fastmath=fastmath,
+                          inline="always" if inline else "never")(function)
+    if hasattr(compiled, "_cache"):  # not so under NUMBA_DISABLE_JIT
+        compiled._cache = _FunctionStore(function, repr(fastmath))
+    return compiled
+
+
+def compiled_count() -> int:
+    """How many compilations (function and signature) this process has done, rather than loaded."""
+    return _state.compiled
+
+
+def cache_directory() -> Path | None:
+    """The directory of the present state, made if need be; None (after one warning) when no place can be written."""
+    return _state.directory()
+
+
+def source_key() -> str:
+    """Hash over every kernel source, the versions of the compilers, Python, the CPU and Numba's switches."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    features = sorted(name for name, on in llvm.get_host_cpu_features().items() if on)
+    switches = sorted(item for item in os.environ.items()
+                      if item[0].startswith("NUMBA_") and item[0] not in ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS"))
+    digest.update(repr((numba.__version__, llvmlite.__version__, np.__version__, sys.version, platform.machine(),
+                        llvm.get_host_cpu_name(), features, switches)).encode())
+    return digest.hexdigest()[:24]
+
+
+class _State:
+    """The store's directory, found once, and the count of compilations."""
+
+    def __init__(self):
+        self.compiled = 0
+        self.lock = threading.Lock()
+        self.warned = False
+        self._directory = None
+        self._looked = False
+
+    def directory(self):
+        if not self._looked:
+            with self.lock:
+                if not self._looked:
+                    self._directory = _open_store(self.warn)
+                    self._looked = True
+        return self._directory
+
+    def warn(self, text):
+        if not self.warned:
+            self.warned = True
+            warnings.warn(f"mpipar: {text}; kernels are compiled anew in every process", RuntimeWarning, stacklevel=2)
+
+    def give_up(self, error):
+        """Stops using the store after a failed write (a full disk, a directory that was taken away)."""
+        self.warn(f"compiled kernels cannot be kept ({error})")
+        self._directory = None
+
+
+def _roots():
+    if named := os.environ.get("MPIPAR_CACHE_DIR"):
+        yield Path(named)
+        return  # a directory that the user named is not silently replaced by another
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        yield Path(base) / "mpipar"
+    try:
+        yield Path.home() / ".cache" / "mpipar"
+    except RuntimeError:  # no home directory at all
+        pass
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    yield Path(tempfile.gettempdir()) / f"mpipar-{user}"
+
+
+def _open_store(warn):
+    try:
+        key = source_key()
+    except OSError as error:
+        warn(f"the kernel sources cannot be read ({error})")
+        return None
+    tried = []
+    for root in _roots():
+        directory = root / key
+        try:
+            new = not directory.is_dir()
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not _is_ours(root):
+                raise PermissionError(f"{root} belongs to another user or is writable by others")
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+            os.utime(directory)  # the order of last use, for pruning
+        except OSError as error:
+            tried.append(f"{root}: {error.strerror or error}")
+            continue
+        if new:
+            _prune(root, directory)
+        return directory
+    warn("no directory for compiled kernels can be written (" + "; ".join(tried) + ")")
+    return None
+
+
+def _is_ours(root):
+    # Entries are pickles: a directory that other users can write to could make us run their code.
+    if not hasattr(os, "getuid"):
+        return True
+    status = root.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _prune(root, present):
+    states = []
+    for path in root.iterdir():
+        try:
+            if path.is_dir() and len(path.name) == len(present.name) and path != present:
+                states.append((path.stat().st_mtime, path))
+        except OSError:  # another process prunes as well
+            continue
+    for _, path in sorted(states, reverse=True)[KEEP_STATES:]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class _FunctionStore(NullCache):
+    """What a Numba dispatcher asks before it compiles, and tells afterwards."""
+
+    def __init__(self, function, options):
+        self.name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
+        self.identity = (function.__module__, function.__qualname__, function.__code__.co_firstlineno, options)
+        assert function.__closure__ is None, f"{self.name}: a kernel may not be a closure"
+
+    @property
+    def cache_path(self):
+        directory = _state.directory()
+        return None if directory is None else str(directory)
+
+    def _path(self, directory, signature, codegen):
+        text = repr((self.identity, signature, codegen.magic_tuple()))
+        return directory / f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.bin"
+
+    def load_overload(self, sig, target_context):
+        """The compiled form for a signature, or None. A file that is damaged counts as absent."""
+        directory = _state.directory()
+        if directory is None:
+            return None
+        target_context.refresh()
+        try:
+            raw = self._path(directory, sig, target_context.codegen()).read_bytes()
+        except OSError:
+            return None
+        if hashlib.sha256(raw[32:]).digest() != raw[:32]:
+            return None
+        return CompileResult._rebuild(target_context, *pickle.loads(raw[32:]))
+
+    def save_overload(self, sig, data):
+        """Called by Numba after each compilation."""
+        with _state.lock:
+            _state.compiled += 1
+        directory = _state.directory()
+        if directory is None:
+            return
+        assert not data.lifted and not data.library.has_dynamic_globals, f"{self.name} holds addresses of this process"
+        raw = dumps(data._reduce())
+        path = self._path(directory, sig, data.codegen)
+        part = path.with_suffix(f".{uuid.uuid4().hex}.part")
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)  # another process may have pruned it
+            part.write_bytes(hashlib.sha256(raw).digest() + raw)
+            os.replace(part, path)
+        except OSError as error:
+            _state.give_up(error)
+            try:
+                part.unlink()
+            except OSError:
+                pass
+
+
+_state = _State()

@@ -1,0 +1,125 @@
+"""The blocked product in compiled code: loops over blocks that fit the caches, around the register kernel.
+
+While tiles are computed, the cache lines that the next panels come from are asked for, one with each step of k; without that,
+packing waits for memory.
+"""
+
+from .cache import jit
+from .gemm_pack import pack_panel
+from .vector import TILE_ROWS, address, lanes, load, size_of, store, tile_ahead
+
+LINE = 64  # bytes of a cache line
+GAP = 64  # bytes between panels of A: packing writes up to a vector beyond each
+GROUP = 4  # panels of B that are packed together
+# Where lines lie side by side, each step of k is a short piece of a far row. So several panels are packed together, STRIP steps
+# at a time: each piece of memory is then read once and as a whole, also where rows a power of two apart share cache sets.
+STRIP = 16
+
+
+@jit
+def blocked_product(zero, a, b, out, bias, accumulate, kc, mc, nc, work_a, work_b, work_bias):
+    """out (+)= a @ b (+ bias) for 2-D arrays of any strides (out: unit stride along a row), all of zero's type.
+
+    bias: [n], or empty for none. kc, mc, nc: block sizes along k, m, n. work_a, work_b, work_bias: addresses of at least
+    kc * mc, kc * nc (kc * 2 V if m <= mc) and n elements, and four vectors beyond (V the lanes of a vector). The order of each
+    sum depends on k and kc only.
+    """
+    m, k = a.shape
+    n = b.shape[1]
+    size, vector = size_of(zero), lanes(zero)
+    panel = 2 * vector
+    group = GROUP * panel
+    none = n - n  # a zero that Numba does not take for a constant
+    a_at, a_row, a_k = address(a), a.strides[0], a.strides[1]
+    b_at, b_k, b_column = address(b), b.strides[0], b.strides[1]
+    c_at, c_row = address(out), out.strides[0]
+    has_bias = bias.shape[0] > 0
+    if has_bias:
+        _copy_bias(zero, bias, n, panel, work_bias)
+    for j0 in range(0, n, nc):
+        columns_here = min(nc, n - j0)
+        for p0 in range(0, k, kc):
+            depth = min(kc, k - p0)
+            adding = accumulate or p0 > 0
+            for i0 in range(0, m, mc):
+                rows_here = min(mc, m - i0)
+                panels = -(-rows_here // TILE_ROWS)
+                base, longer = rows_here // panels, rows_here % panels
+                next_a = a_at + i0 * a_row + p0 * a_k
+                _pack_rows(zero, next_a, a_row, a_k, panels, base, longer, depth, work_a)
+                # The next block of A, as `ask` lines `a_line` bytes apart.
+                next_a += rows_here * a_row
+                a_line, asked, ask = a_row, none, min(mc, m - i0 - rows_here)
+                if a_row == size:
+                    a_line, ask = LINE + none, -(-ask * size // LINE)
+                for j in range(0, columns_here, panel):
+                    columns = min(panel, columns_here - j)
+                    width = vector if columns <= vector else panel
+                    in_group = j % group
+                    # Kept for the next block of rows; if there is none, the memory of one group serves all.
+                    b_panel = work_b + (j if mc < m else in_group) * depth * size
+                    # The next panel of B, as `lines` lines `line` bytes apart, each a line for each step of k.
+                    next_b, line, step, lines = b_panel + depth * width * size, LINE * depth, LINE + none, panel * size // LINE
+                    if i0 == 0:
+                        source = b_at + p0 * b_k + (j0 + j) * b_column
+                        if in_group == 0:
+                            _pack_columns(zero, source, b_column, b_k, min(group, columns_here - j), depth, b_panel)
+                        next_b, line, step = source + group * b_column, LINE + none, b_k
+                        if b_column != size:
+                            line, lines = b_column, panel
+                    start = none
+                    if has_bias and p0 == 0:
+                        start = work_bias + (j0 + j) * size
+                    # One panel of B against every panel of A: the panel of B stays near.
+                    a_panel = work_a
+                    c = c_at + i0 * c_row + (j0 + j) * size
+                    for q in range(panels):
+                        rows = base + 1 if q < longer else base
+                        ahead, ahead_step = b_panel, none
+                        if q < lines:
+                            ahead, ahead_step = next_b + q * line, step
+                        elif asked < ask:
+                            ahead, ahead_step = next_a + asked * a_line, a_k
+                            asked += 1
+                        tile_ahead(zero, a_panel, b_panel, width * size, c, c_row, depth, rows, columns, start, adding,
+                                   ahead, ahead_step)
+                        a_panel += rows * depth * size + GAP
+                        c += rows * c_row
+
+
+@jit(inline=True)
+def _copy_bias(zero, bias, n, panel, target):
+    size = size_of(zero)
+    for j in range(n + panel):  # zeros beyond, for the edge tile
+        value = zero
+        if j < n:
+            value = load(zero, address(bias) + j * bias.strides[0])
+        store(value, target + j * size)
+
+
+@jit(inline=True)
+def _pack_rows(zero, source, a_row, a_k, panels, base, longer, depth, target):
+    # Panels of base + 1 rows (the first `longer` of them) and of base rows.
+    size = size_of(zero)
+    strip = STRIP if a_row == size else depth
+    for p in range(0, depth, strip):
+        steps = min(strip, depth - p)
+        a, to = source + p * a_k, target
+        for q in range(panels):
+            rows = base + 1 if q < longer else base
+            pack_panel(zero, a, a_row, a_k, rows, steps, rows, to + p * rows * size)
+            a += rows * a_row
+            to += rows * depth * size + GAP
+
+
+@jit(inline=True)
+def _pack_columns(zero, source, b_column, b_k, columns, depth, target):
+    size, vector = size_of(zero), lanes(zero)
+    strip = STRIP if b_column == size else depth
+    for p in range(0, depth, strip):
+        steps = min(strip, depth - p)
+        for j in range(0, columns, 2 * vector):
+            here = min(2 * vector, columns - j)
+            width = vector if here <= vector else 2 * vector
+            pack_panel(zero, source + p * b_k + j * b_column, b_column, b_k, here, steps, width,
+                       target + (j * depth + p * width) * size)

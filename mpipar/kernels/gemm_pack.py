@@ -1,0 +1,61 @@
+"""Packing for the blocked product: an operand of any strides becomes panels that the register kernel reads in order.
+
+A panel holds `width` lines (rows of A, or columns of B) side by side: for each step of k, `width` consecutive elements. One
+function serves both operands and every transposition, because a line has a step of its own and k has another.
+"""
+
+from .cache import jit
+from .vector import copy_lanes, lanes, load, size_of, stand_alone, store, transpose_lanes
+
+
+@jit
+def pack_panel(zero, source, line_step, k_step, lines, k, width, target):
+    """target[p, i] = source[i * line_step + p * k_step] (bytes) for i < lines, p < k, with `width` elements a row.
+
+    All arguments but zero are addresses, bytes and counts. lines <= width. Up to a vector beyond the panel is overwritten, so
+    panels are packed in the order of their addresses. Places i >= lines hold harmless numbers where width is whole vectors.
+    """
+    stand_alone(zero)
+    size = size_of(zero)
+    if line_step == size:
+        _copy(zero, source, k_step, lines, k, width, target)
+        return
+    whole = 0
+    if k_step == size and lines > 2:
+        whole = k - k % lanes(zero)
+        _transpose(zero, source, line_step, lines, whole, width, target)
+    for p in range(whole, k):
+        for i in range(width):
+            value = zero
+            if i < lines:
+                value = load(zero, source + i * line_step + p * k_step)
+            store(value, target + (p * width + i) * size)
+
+
+@jit(inline=True)
+def _copy(zero, source, k_step, lines, k, width, target):
+    # Lines lie side by side in memory already.
+    size, vector = size_of(zero), lanes(zero)
+    if lines == 2 * vector:
+        for p in range(k):
+            copy_lanes(zero, source, target, vector)
+            copy_lanes(zero, source + vector * size, target + vector * size, vector)
+            source += k_step
+            target += width * size
+        return
+    for p in range(k):
+        for i in range(0, lines, vector):
+            copy_lanes(zero, source + i * size, target + i * size, min(vector, lines - i))
+        source += k_step
+        target += width * size
+
+
+@jit(inline=True)
+def _transpose(zero, source, line_step, lines, k, width, target):
+    # Each line runs along k. The last group of lines goes first: what it writes beyond the row is then overwritten.
+    size, vector = size_of(zero), lanes(zero)
+    last = (lines - 1) // vector * vector
+    for p in range(0, k, vector):
+        for i in range(last, -1, -vector):
+            transpose_lanes(zero, source + i * line_step + p * size, line_step, min(vector, lines - i),
+                            target + (p * width + i) * size, width * size)

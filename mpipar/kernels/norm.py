@@ -1,0 +1,143 @@
+"""Layer normalisation over the last axis. The meaning of each function is in `plain.py`."""
+import numpy as np
+
+from .cache import jit
+from .polynomials import SUM_FLAGS
+from .threads import parallel_for
+from .views import ranges, same_dtype, same_shape, source, target
+from .wide import wide_vectors
+
+BLOCK_ROWS = 32  # rows whose share of dgamma and dbeta is summed on its own, whatever the number of threads
+
+
+def layernorm_forward(x, gamma, beta, out, mean, rstd, *, eps=1e-5):
+    """out[r] = (x[r] - mean[r]) * rstd[r] * gamma + beta, rstd = 1 / sqrt(biased variance + eps).
+
+    Ba, Kiros and Hinton 2016. x, out: [R, D] (out may be x); gamma, beta: [D]; mean, rstd: [R], kept for the backward
+    pass. Mean and variance take two passes over a row, which the first has brought into the cache."""
+    dtype = same_dtype(x, gamma, beta, out, mean, rstd)
+    same_shape(x, out)
+    same_shape(mean, rstd)
+    rows, columns = x.shape
+    _check(rows, columns, mean, gamma, beta)
+    a, y, m, s = source(x, columns), target(out, columns), target(mean), target(rstd)
+    g, b, number = source(gamma), source(beta), dtype.type(eps)
+    parallel_for(_forward, [(a[cut], g, b, y[cut], m[cut], s[cut], number) for cut in ranges(rows, BLOCK_ROWS)])
+    return out
+
+
+def layernorm_backward(x, gamma, mean, rstd, dy, dx, dgamma, dbeta, *, residual=None):
+    """dx = gradient through the norm (+ residual [R, D]); dgamma and dbeta [D] are added to. dx may be dy or residual.
+
+    The residual is the gradient that went round the norm: its sum with dx needs no pass of its own."""
+    same_dtype(x, gamma, mean, rstd, dy, dx, dgamma, dbeta)
+    same_shape(x, dy, dx)
+    same_shape(mean, rstd)
+    rows, columns = x.shape
+    _check(rows, columns, mean, gamma, dgamma, dbeta)
+    a, d, y = source(x, columns), source(dy, columns), target(dx, columns)
+    other, add = y, False
+    if residual is not None:
+        same_dtype(x, residual)
+        same_shape(x, residual)
+        other, add = source(residual, columns), True
+    g, m, s = source(gamma), source(mean), source(rstd)
+    blocks = -(-rows // BLOCK_ROWS)
+    partial = np.empty((2 * blocks, columns), x.dtype)
+    tasks = []
+    for cut in ranges(rows, BLOCK_ROWS):
+        part = partial[2 * (cut.start // BLOCK_ROWS):2 * -(-cut.stop // BLOCK_ROWS)]
+        tasks.append((a[cut], g, m[cut], s[cut], d[cut], y[cut], other[cut], add, part))
+    parallel_for(_backward, tasks)
+    _join(partial, target(dgamma), target(dbeta))
+    return dx
+
+
+def warm(dtype):
+    """Compiles or loads every kernel of this file for a dtype."""
+    x, y = np.zeros((2, 4), dtype), np.zeros((2, 4), dtype)
+    row, column = np.ones(4, dtype), np.zeros(2, dtype)
+    layernorm_forward(x, row, row, y, column, column.copy())
+    layernorm_backward(x, row, column, column, y, y, row, row)
+
+
+def _check(rows, columns, per_row, *per_column):
+    if per_row.shape != (rows,) or any(array.shape != (columns,) for array in per_column):
+        raise ValueError(f"layer norm of {(rows, columns)}: give mean and rstd of {(rows,)}, gamma and beta of {(columns,)}")
+
+
+@jit(fastmath=SUM_FLAGS)
+def _forward(x, gamma, beta, out, mean, rstd, eps):
+    wide_vectors()
+    rows, columns = x.shape
+    number = x.dtype.type
+    if columns == 0:
+        return
+    share = number(1) / number(columns)
+    row = np.empty(columns, x.dtype)
+    for r in range(rows):
+        total = number(0)
+        for d in range(columns):
+            total += x[r, d]
+        average = total * share
+        squares = number(0)
+        for d in range(columns):
+            row[d] = x[r, d] - average
+            squares += row[d] * row[d]
+        scale = number(1) / np.sqrt(squares * share + eps)
+        for d in range(columns):
+            out[r, d] = row[d] * scale * gamma[d] + beta[d]
+        mean[r] = average
+        rstd[r] = scale
+
+
+@jit(fastmath=SUM_FLAGS)
+def _backward(x, gamma, mean, rstd, dy, dx, residual, add, partial):
+    # xhat = (x - mean) rstd, g = gamma dy:  dx = rstd (g - mean_D(g) - xhat mean_D(g xhat))
+    # dgamma += sum_r dy xhat,  dbeta += sum_r dy
+    wide_vectors()
+    rows, columns = x.shape
+    number = x.dtype.type
+    if columns == 0:
+        return
+    share = number(1) / number(columns)
+    row = np.empty(columns, x.dtype)
+    sum_gamma, sum_beta = np.empty(columns, x.dtype), np.empty(columns, x.dtype)
+    for block in range(partial.shape[0] // 2):
+        sum_gamma[:] = 0
+        sum_beta[:] = 0
+        for r in range(block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, rows)):
+            average, scale = mean[r], rstd[r]
+            g_total, gx_total = number(0), number(0)
+            for d in range(columns):
+                xhat = (x[r, d] - average) * scale
+                slope = dy[r, d]
+                g = slope * gamma[d]
+                g_total += g
+                gx_total += g * xhat
+                sum_gamma[d] += slope * xhat
+                sum_beta[d] += slope
+            g_mean, gx_mean = g_total * share, gx_total * share
+            for d in range(columns):
+                xhat = (x[r, d] - average) * scale
+                row[d] = scale * (dy[r, d] * gamma[d] - g_mean - xhat * gx_mean)
+            if add:
+                for d in range(columns):
+                    row[d] += residual[r, d]
+            for d in range(columns):  # only now: dx may be dy or residual
+                dx[r, d] = row[d]
+        for d in range(columns):
+            partial[2 * block, d] = sum_gamma[d]
+            partial[2 * block + 1, d] = sum_beta[d]
+
+
+@jit
+def _join(partial, dgamma, dbeta):
+    gammas, betas = np.zeros(dgamma.size), np.zeros(dgamma.size)  # float64: the error does not grow with the rows
+    for block in range(partial.shape[0] // 2):
+        for d in range(dgamma.size):
+            gammas[d] += partial[2 * block, d]
+            betas[d] += partial[2 * block + 1, d]
+    for d in range(dgamma.size):
+        dgamma[d] += gammas[d]
+        dbeta[d] += betas[d]

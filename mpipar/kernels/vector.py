@@ -1,0 +1,318 @@
+"""Register kernels, written as LLVM vector instructions because Numba's own vectoriser keeps no tile of C in registers.
+
+Everything here works on addresses (`address(array)`), byte strides and counts, inside compiled code; nothing is checked. The
+first argument `zero` is a number of the element type: it selects float32 or float64. The caller keeps the arrays alive.
+
+Packed panels, the layout that `tile` reads: of A, `rows` consecutive elements for each step of k; of B, one or two whole
+vectors for each step of k. Source of the scheme: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication".
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .cache import jit
+from .host import host
+
+HOST = host()
+TILE_ROWS = HOST.tile_rows
+TILE_VECTORS = HOST.tile_vectors
+DISTANCE = 16  # steps of k between asking for a line of a panel and using it
+LANES = {32: HOST.vector_bytes // 4, 64: HOST.vector_bytes // 8}
+
+
+@jit(inline=True)
+def tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate):
+    """c[rows, columns] = start[columns] + a[k, rows].T @ b[k, columns], added to c if `accumulate`.
+
+    a: packed panel [k, rows], 1 <= rows <= TILE_ROWS. b: k rows `b_step` bytes apart (a packed panel, or a matrix in place),
+    each read in whole vectors: V elements where columns <= V, else 2 V (V the lanes of a vector). c: rows `c_step` bytes
+    apart, unit stride along a row; nothing outside [rows, columns] is touched. start: address of as many elements as are read
+    of a row of b, or 0 for zeros. Each element of c is summed in the order of k, whatever its place in the tile.
+    Pass variables, not constants: Numba compiles the kernel anew for a constant argument.
+    """
+    tile_ahead(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, b, b_step)
+
+
+@jit
+def tile_ahead(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, ahead, ahead_step):
+    """`tile` that also asks for k cache lines, `ahead_step` bytes apart from `ahead`, which a later tile will need."""
+    stand_alone(zero)
+    _tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, ahead, ahead_step)
+
+
+@intrinsic
+def stand_alone(context, zero):
+    """Keeps LLVM from copying the enclosing function into its callers: the large ones take seconds to compile."""
+    def generate(ctx, builder, signature, arguments):
+        builder.function.attributes.add("noinline")
+        return ctx.get_dummy_value()
+    return types.void(zero), generate
+
+
+@intrinsic
+def address(context, array):
+    """Address of an array's first element, as an integer."""
+    def generate(ctx, builder, signature, arguments):
+        struct = ctx.make_array(signature.args[0])(ctx, builder, arguments[0])
+        return builder.ptrtoint(struct.data, ir.IntType(64))
+    return types.int64(array), generate
+
+
+@intrinsic
+def lanes(context, zero):
+    """Elements of zero's type in one vector register (a constant of the compiled code)."""
+    def generate(ctx, builder, signature, arguments):
+        return ir.Constant(ir.IntType(64), LANES[zero.bitwidth])
+    return types.int64(zero), generate
+
+
+@intrinsic
+def size_of(context, zero):
+    """Bytes of one element of zero's type (a constant of the compiled code)."""
+    def generate(ctx, builder, signature, arguments):
+        return ir.Constant(ir.IntType(64), zero.bitwidth // 8)
+    return types.int64(zero), generate
+
+
+@intrinsic
+def load(context, zero, where):
+    """The element at an address."""
+    def generate(ctx, builder, signature, arguments):
+        return _Code(builder, zero).load_element(arguments[1])
+    return zero(zero, types.int64), generate
+
+
+@intrinsic
+def store(context, value, where):
+    """Writes an element (its type is that of the value) to an address."""
+    def generate(ctx, builder, signature, arguments):
+        code = _Code(builder, value)
+        builder.store(arguments[0], code.pointer(arguments[1], code.element))
+        return ctx.get_dummy_value()
+    return types.void(value, types.int64), generate
+
+
+@intrinsic
+def prefetch(context, where):
+    """Asks for the cache line at an address, to be read and written soon. Never faults."""
+    def generate(ctx, builder, signature, arguments):
+        code = _Code(builder, types.float32)
+        code.prefetch(arguments[0])
+        return ctx.get_dummy_value()
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def copy_lanes(context, zero, source, target, count):
+    """Copies `count` (at most a vector) elements from address to address; a whole vector is written at the target."""
+    def generate(ctx, builder, signature, arguments):
+        code = _Code(builder, zero)
+        _, source, target, count = arguments
+        code.store(code.masked_load(source, code.mask(count)), target)
+        return ctx.get_dummy_value()
+    return types.void(zero, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def transpose_lanes(context, zero, source, source_step, lines, target, target_step):
+    """Reads V vectors, `source_step` bytes apart, and writes their transpose, vectors `target_step` bytes apart.
+
+    Only the first `lines` (>= 1) source vectors are read; the others repeat the last of them.
+    """
+    def generate(ctx, builder, signature, arguments):
+        code = _Code(builder, zero)
+        _, source, source_step, lines, target, target_step = arguments
+        last = builder.sub(lines, code.integer(1))
+        vectors = []
+        for i in range(code.width):
+            line = code.minimum(code.integer(i), last)
+            vectors.append(code.load(builder.add(source, builder.mul(line, source_step))))
+        for i, vector in enumerate(code.transpose(vectors)):
+            code.store(vector, builder.add(target, builder.mul(code.integer(i), target_step)))
+        return ctx.get_dummy_value()
+    i64 = types.int64
+    return types.void(zero, i64, i64, i64, i64, i64), generate
+
+
+@intrinsic
+def _tile(context, zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, ahead, ahead_step):
+    """The body of `tile_ahead`: one loop over k for each number of rows and vectors, chosen by a switch."""
+    def generate(ctx, builder, signature, arguments):
+        code = _Code(builder, zero)
+        _, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, ahead, ahead_step = arguments
+        done = builder.append_basic_block("tile_done")
+        wide = builder.icmp_signed(">", columns, code.integer(code.width))
+        choice = builder.add(rows, builder.select(wide, code.integer(TILE_ROWS), code.integer(0)))
+        switch = builder.switch(choice, done)
+        for vectors in range(1, TILE_VECTORS + 1):
+            for row_count in range(1, TILE_ROWS + 1):
+                block = builder.append_basic_block(f"tile_{row_count}x{vectors}")
+                switch.add_case(code.integer(row_count + (vectors - 1) * TILE_ROWS), block)
+                builder.position_at_end(block)
+                _tile_of(code, row_count, vectors, a, b, b_step, c, c_step, k, columns, start, accumulate, ahead, ahead_step)
+                builder.branch(done)
+        builder.position_at_end(done)
+        return ctx.get_dummy_value()
+    i64 = types.int64
+    return types.void(zero, i64, i64, i64, i64, i64, i64, i64, i64, i64, types.boolean, i64, i64), generate
+
+
+def _tile_of(code, rows, vectors, a, b, b_step, c, c_step, k, columns, start, accumulate, ahead, ahead_step):
+    """Emits one tile: [rows x vectors] accumulators live in registers over the loop, then go to C."""
+    builder, width, size = code.builder, code.width, code.size
+    for i in range(rows):  # C is far away: ask now, use it k steps later
+        row = builder.add(c, builder.mul(code.integer(i), c_step))
+        for j in range(0, vectors * width * size, 64):
+            code.prefetch(builder.add(row, code.integer(j)))
+    first = [code.load_or_zero(start, j * width * size) for j in range(vectors)]
+    before = builder.block
+    loop = builder.append_basic_block("k")
+    after = builder.append_basic_block("store")
+    builder.cbranch(builder.icmp_signed(">", k, code.integer(0)), loop, after)
+
+    builder.position_at_end(loop)
+    step = code.phi(code.integer(0), before)
+    at_a, at_b, at_ahead = code.phi(a, before), code.phi(b, before), code.phi(ahead, before)
+    sums = [[code.phi(first[j], before) for j in range(vectors)] for _ in range(rows)]
+    columns_of_b = [code.load(builder.add(at_b, code.integer(j * width * size))) for j in range(vectors)]
+    # The panels stream through the nearest cache faster than the hardware's own prefetcher brings them in.
+    for j in range(0, vectors * width * size, 64):
+        code.prefetch(builder.add(at_b, code.integer(DISTANCE * vectors * width * size + j)))
+    code.prefetch(builder.add(at_a, code.integer(DISTANCE * rows * size)))
+    code.prefetch(at_ahead, nearness=2)
+    new = []
+    for i in range(rows):
+        element = code.splat(code.load_element(builder.add(at_a, code.integer(i * size))))
+        new.append([code.fma(element, columns_of_b[j], sums[i][j]) for j in range(vectors)])
+    next_step = builder.add(step, code.integer(1))
+    step.add_incoming(next_step, loop)
+    at_a.add_incoming(builder.add(at_a, code.integer(rows * size)), loop)
+    at_b.add_incoming(builder.add(at_b, b_step), loop)
+    at_ahead.add_incoming(builder.add(at_ahead, ahead_step), loop)
+    for i in range(rows):
+        for j in range(vectors):
+            sums[i][j].add_incoming(new[i][j], loop)
+    builder.cbranch(builder.icmp_signed("<", next_step, k), loop, after)
+
+    builder.position_at_end(after)
+    results = []
+    for i in range(rows):
+        results.append([])
+        for j in range(vectors):
+            result = code.phi(first[j], before)
+            result.add_incoming(new[i][j], loop)
+            results[i].append(result)
+    # One masked load serves both the edge of C and a C that is not read at all: lanes that are off touch no memory.
+    mask = code.mask(builder.sub(columns, code.integer((vectors - 1) * width)))
+    whole = code.full_mask()
+    for i in range(rows):
+        row = builder.add(c, builder.mul(code.integer(i), c_step))
+        for j in range(vectors):
+            where = builder.add(row, code.integer(j * width * size))
+            on = mask if j == vectors - 1 else whole
+            old = code.masked_load(where, builder.and_(on, code.all_lanes(accumulate)))
+            code.masked_store(builder.fadd(old, results[i][j]), where, on)
+
+
+class _Code:
+    """Emits vector instructions for one element type at the builder's present place. Addresses are 64-bit integers."""
+
+    def __init__(self, builder, element):
+        self.builder = builder
+        self.bits = element.bitwidth
+        self.size = self.bits // 8
+        self.width = LANES[self.bits]
+        self.element = ir.FloatType() if self.bits == 32 else ir.DoubleType()
+        self.vector = ir.VectorType(self.element, self.width)
+        self.flags = ir.VectorType(ir.IntType(1), self.width)
+        self.suffix = f"v{self.width}f{self.bits}"
+
+    def integer(self, value):
+        return ir.Constant(ir.IntType(64), value)
+
+    def minimum(self, x, y):
+        return self.builder.select(self.builder.icmp_signed("<", x, y), x, y)
+
+    def phi(self, value, block):
+        node = self.builder.phi(value.type)
+        node.add_incoming(value, block)
+        return node
+
+    def pointer(self, where, kind):
+        return self.builder.inttoptr(where, kind.as_pointer())
+
+    def load(self, where):
+        vector = self.builder.load(self.pointer(where, self.vector))
+        vector.align = self.size
+        return vector
+
+    def store(self, vector, where):
+        self.builder.store(vector, self.pointer(where, self.vector)).align = self.size
+
+    def load_element(self, where):
+        return self.builder.load(self.pointer(where, self.element))
+
+    def load_or_zero(self, where, offset):
+        """The vector at where + offset; zeros if `where` is 0."""
+        none = self.builder.icmp_signed("==", where, self.integer(0))
+        on = self.builder.select(none, ir.Constant(self.flags, [0] * self.width), self.full_mask())
+        return self.masked_load(self.builder.add(where, self.integer(offset)), on)
+
+    def splat(self, value):
+        kind = ir.VectorType(value.type, self.width)
+        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+        return self._shuffle(one, one, [0] * self.width)
+
+    def all_lanes(self, flag):
+        return self.splat(self.builder.trunc(flag, ir.IntType(1)) if flag.type.width > 1 else flag)
+
+    def full_mask(self):
+        return ir.Constant(self.flags, [1] * self.width)
+
+    def mask(self, count):
+        """Lanes 0 .. count - 1."""
+        kind = ir.VectorType(ir.IntType(64), self.width)
+        return self.builder.icmp_signed("<", ir.Constant(kind, list(range(self.width))), self.splat(count))
+
+    def fma(self, x, y, z):
+        return self._call(f"llvm.fma.{self.suffix}", self.vector, [x, y, z])
+
+    def masked_load(self, where, mask):
+        pointer = self.pointer(where, self.vector)
+        align = ir.Constant(ir.IntType(32), self.size)
+        return self._call(f"llvm.masked.load.{self.suffix}.p0", self.vector,
+                          [pointer, align, mask, ir.Constant(self.vector, None)])
+
+    def masked_store(self, vector, where, mask):
+        pointer = self.pointer(where, self.vector)
+        align = ir.Constant(ir.IntType(32), self.size)
+        self._call(f"llvm.masked.store.{self.suffix}.p0", ir.VoidType(), [vector, pointer, align, mask])
+
+    def prefetch(self, where, nearness=3):
+        """nearness: 3 for the nearest cache, 2 for the next."""
+        read, level, data = (ir.Constant(ir.IntType(32), value) for value in (0, nearness, 1))
+        self._call("llvm.prefetch.p0", ir.VoidType(), [self.pointer(where, ir.IntType(8)), read, level, data])
+
+    def transpose(self, vectors):
+        """Transposes width x width elements: log2(width) rounds that exchange blocks of half the size each."""
+        width, half = self.width, self.width // 2
+        while half >= 1:
+            low = [lane if not lane & half else width + lane - half for lane in range(width)]
+            high = [lane + half if not lane & half else width + lane for lane in range(width)]
+            new = list(vectors)
+            for i in range(width):
+                if not i & half:
+                    new[i] = self._shuffle(vectors[i], vectors[i + half], low)
+                    new[i + half] = self._shuffle(vectors[i], vectors[i + half], high)
+            vectors, half = new, half // 2
+        return vectors
+
+    def _shuffle(self, x, y, order):
+        kind = ir.VectorType(ir.IntType(32), self.width)
+        return self.builder.shuffle_vector(x, y, ir.Constant(kind, order))
+
+    def _call(self, name, result, arguments):
+        kind = ir.FunctionType(result, [argument.type for argument in arguments])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), arguments)

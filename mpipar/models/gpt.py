@@ -1,0 +1,178 @@
+"""GPT: a pre-norm GPT-2 with learned positions, split over tensor-parallel ranks and pipeline stages.
+
+    x = embedding(tokens) + positions
+    x = x + projection(attention(norm(x)))        for every block
+    x = x + down(gelu(up(norm(x))))
+    logits = norm(x) W^T, W the embedding (tied) or a matrix of its own
+
+Source: Radford et al., Language Models are Unsupervised Multitask Learners; the split is Megatron's (Shoeybi et al.).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mpipar.models.model import Block, MicroBatch, Model
+from mpipar.nn.attention import CausalAttention
+from mpipar.nn.dropout import Dropout
+from mpipar.nn.gelu import Gelu
+from mpipar.nn.initial import Normal
+from mpipar.nn.norm import LayerNorm
+from mpipar.parallel.tensor import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    check_divides,
+    sharded,
+)
+
+
+class EmbeddingBlock(Block):
+    """Tokens [B, T] -> x [B, T, D], with dropout."""
+
+    def __init__(self, vocab, dim, seq, *, dropout, seed, group):
+        self.embedding = VocabParallelEmbedding("embedding", vocab, dim, seq, group=group)
+        self.dropout = Dropout("embedding", dropout, seed=seed)
+        self.layers = [self.embedding]
+
+    def __str__(self):
+        return "embedding"
+
+    def input_shape(self, micro: MicroBatch):
+        return micro.inputs.shape
+
+    def forward(self, x, micro: MicroBatch):
+        x, tokens = self.embedding.forward(x)
+        x, mask = self.dropout.forward(x, micro.keys)
+        return x, (tokens, mask)
+
+    def backward(self, saved, dy, micro: MicroBatch, later=None):
+        tokens, mask = saved
+        return self.embedding.backward(tokens, self.dropout.backward(mask, dy), later)
+
+
+class TransformerBlock(Block):
+    """x [B, T, D] -> x + attention(norm(x)), then + mlp(norm(x)); two all-reduces over tp each way."""
+
+    def __init__(self, number, dim, heads, *, layers, dropout, seed, group):
+        name = f"block{number}"
+        self.number, self.dim = number, dim
+        wide, residual = Normal(0.02), Normal(0.02 / math.sqrt(2 * layers))
+        self.norm1 = LayerNorm(f"{name}.norm1", dim)
+        self.qkv = ColumnParallelLinear(f"{name}.qkv", dim, 3 * dim, parts=3, group=group, initial=wide)
+        self.attention = CausalAttention(heads // group.size)
+        self.projection = RowParallelLinear(f"{name}.projection", dim, dim, group=group, initial=residual)
+        self.dropout1 = Dropout(f"{name}.attention", dropout, seed=seed)
+        self.norm2 = LayerNorm(f"{name}.norm2", dim)
+        self.up = ColumnParallelLinear(f"{name}.up", dim, 4 * dim, group=group, initial=wide)
+        self.gelu = Gelu()
+        self.down = RowParallelLinear(f"{name}.down", 4 * dim, dim, group=group, initial=residual)
+        self.dropout2 = Dropout(f"{name}.mlp", dropout, seed=seed)
+        self.layers = [self.norm1, self.qkv, self.projection, self.norm2, self.up, self.down]
+
+    def __str__(self):
+        return f"block {self.number}"
+
+    def input_shape(self, micro: MicroBatch):
+        return (*micro.inputs.shape, self.dim)
+
+    def forward(self, x, micro: MicroBatch):
+        n1, norm1 = self.norm1.forward(x)
+        qkv, qkv_in = self.qkv.forward(n1)
+        heads, attention = self.attention.forward(qkv)
+        x, branch1 = self._add_branch(self.projection, self.dropout1, heads, x, micro)
+        n2, norm2 = self.norm2.forward(x)
+        hidden, up_in = self.up.forward(n2)
+        active, gelu = self.gelu.forward(hidden)
+        x, branch2 = self._add_branch(self.down, self.dropout2, active, x, micro)
+        return x, (norm1, qkv_in, attention, branch1, norm2, up_in, gelu, branch2)
+
+    def backward(self, saved, dy, micro: MicroBatch, later=None):
+        """Each residual sends its gradient both round the branch and through it; the norm adds the two."""
+        norm1, qkv_in, attention, branch1, norm2, up_in, gelu, branch2 = saved
+        g = self._branch_gradient(self.down, self.dropout2, branch2, dy, later)
+        g = self.up.backward(up_in, self.gelu.backward(gelu, g), later)
+        dy = self.norm2.backward(norm2, g, later, residual=dy)
+        g = self._branch_gradient(self.projection, self.dropout1, branch1, dy, later)
+        g = self.qkv.backward(qkv_in, self.attention.backward(attention, g), later)
+        return self.norm1.backward(norm1, g, later, residual=dy)
+
+    def _add_branch(self, linear, dropout, h, x, micro):
+        """x + dropout(linear(h)); without dropout the bias and the residual are added in one pass."""
+        if dropout.p == 0 or micro.keys is None:
+            y, saved = linear.forward(h, residual=x)
+            return y, (saved, None)
+        y, saved = linear.forward(h)
+        y, mask = dropout.forward(y, micro.keys)
+        y += x
+        return y, (saved, mask)
+
+    def _branch_gradient(self, linear, dropout, saved, dy, later):
+        h, mask = saved
+        return linear.backward(h, dropout.backward(mask, dy), later)
+
+
+class HeadBlock(Block):
+    """x [B, T, D] -> the sum of the cross-entropies of the targets [B, T]."""
+
+    def __init__(self, weight, dim, *, group):
+        self.norm = LayerNorm("head.norm", dim)
+        self.head = VocabParallelHead(weight, group=group)
+        self.dim = dim
+        self.layers = [self.norm, self.head]
+
+    def __str__(self):
+        return "head"
+
+    def input_shape(self, micro: MicroBatch):
+        return (*micro.inputs.shape, self.dim)
+
+    def forward(self, x, micro: MicroBatch):
+        """The sum of the losses; without targets the logits of this rank's columns of the last token, [B, V / P]."""
+        n, norm = self.norm.forward(x)
+        if micro.targets is None:
+            return self.head.logits(np.ascontiguousarray(n[:, -1:])), None
+        loss, head = self.head.forward(n, micro.targets)
+        return loss, (norm, head)
+
+    def backward(self, saved, dy, micro: MicroBatch, later=None):
+        norm, head = saved
+        return self.norm.backward(norm, self.head.backward(head, micro.scale, later), later)
+
+
+class GPT(Model):
+    """A GPT spread over `mesh`; without a mesh, all of it on this rank.
+
+    layers, dim, heads, seq (longest sequence), vocab: sizes of the global model. tied: the output head is the
+    embedding. dtype: "float32" or "float64". seed: of initial values and dropout. virtual_stages, layers_per_stage: see Model.
+    ValueError, before any array is made, if heads don't divide dim or tp doesn't divide heads.
+    """
+
+    def __init__(self, *, layers=4, dim=128, heads=4, vocab=256, seq=128, mesh=None, tied=True, dropout=0.0,
+                 dtype="float32", seed=0, virtual_stages=1, layers_per_stage=None):
+        if mesh is None:
+            from mpipar.comm.mesh import Mesh
+
+            mesh = Mesh.serial()
+        if min(layers, dim, heads, vocab, seq) < 1:
+            raise ValueError("layers, dim, heads, vocab and seq must be at least 1")
+        if dim % heads:
+            valid = [n for n in range(1, dim + 1) if dim % n == 0]
+            raise ValueError(f"heads={heads} does not divide dim={dim}: heads can be one of {valid}")
+        check_divides("heads", heads, mesh.tp)
+        self.layers, self.dim, self.heads, self.vocab, self.seq = layers, dim, heads, vocab, seq
+        self.is_tied, self.dropout = tied, dropout
+        group = mesh.tp
+        front = EmbeddingBlock(vocab, dim, seq, dropout=dropout, seed=seed, group=group)
+        middle = [
+            TransformerBlock(i, dim, heads, layers=layers, dropout=dropout, seed=seed, group=group)
+            for i in range(layers)
+        ]
+        own = sharded("head.weight", (vocab, dim), Normal(0.02), group, 0)
+        back = HeadBlock(front.embedding.weight if tied else own, dim, group=group)
+        super().__init__([front, *middle, back], front=1, back=1, mesh=mesh, dtype=dtype, seed=seed,
+                         virtual_stages=virtual_stages, layers_per_stage=layers_per_stage)
+        self.allocate()

@@ -1,0 +1,158 @@
+"""What the models share: blocks over stages, the flat buffers, the catalogue of all parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpipar.kernels.warm import compile_all
+from mpipar.nn.layer import Layer, SampleKeys
+from mpipar.nn.parameter import FlatBuffers, Parameter
+from mpipar.parallel.pipeline.partition import split_layers
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A part of one replica's share of the global batch.
+
+    inputs, targets: arrays whose first dim is the samples (targets None for models without them). keys: names of the
+    samples for dropout, None outside training. scale: 1 / weight of the global batch, the factor of the gradient.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray | None
+    keys: SampleKeys | None
+    scale: float
+
+
+class Block:
+    """A unit that is never cut by a pipeline stage.
+
+    forward(x, micro) -> (y, saved), backward(saved, dy, micro, later) -> dx, input_shape(micro) -> shape of x. The first
+    block of a model gets the micro-batch's inputs as x; the last one returns the sum of the losses as a float and gets
+    dy None. `layers` are the layers that hold its parameters.
+    """
+
+    layers: list[Layer]
+
+    def parameters(self) -> list[Parameter]:
+        """The parameters of the block, each once."""
+        return list(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
+
+
+class Chunk:
+    """The consecutive blocks of one pipeline stage."""
+
+    def __init__(self, blocks: list[Block], *, first: bool, last: bool, dtype):
+        self.blocks = blocks
+        self.first = first
+        self.last = last
+        self.dtype = dtype
+
+    def input_shape(self, micro: MicroBatch) -> tuple[int, ...]:
+        """The shape of the activations that this stage receives."""
+        return self.blocks[0].input_shape(micro)
+
+    def forward(self, x, micro: MicroBatch):
+        """Run the blocks in order; x is None on the first stage, y the sum of the losses on the last."""
+        if self.first:
+            x = micro.inputs
+        saved = []
+        for block in self.blocks:
+            x, kept = block.forward(x, micro)
+            saved.append(kept)
+        return x, saved
+
+    def backward(self, saved: list, dy, micro: MicroBatch, later: list | None = None):
+        """Run the blocks backwards, dropping what each has saved as soon as it was used."""
+        for block in reversed(self.blocks):
+            dy = block.backward(saved.pop(), dy, micro, later)
+        return dy
+
+
+class Model:
+    """Blocks spread over the pipeline stages of a mesh.
+
+    blocks: all blocks of the global model in order; `front` and `back` of them (embedding, head) stay with the first
+    and last stage and are not counted as layers. virtual_stages: stages on each pipeline rank. layers_per_stage: how many layers each stage gets, None for even.
+    Every rank declares every block (that costs no memory), so each knows the whole catalogue of parameters.
+    """
+
+    def __init__(self, blocks, *, front, back, mesh, dtype, seed, virtual_stages=1, layers_per_stage=None):
+        self.mesh = mesh
+        self.dtype = np.dtype(dtype)
+        self.seed = seed
+        self.virtual_stages = virtual_stages
+        self.stages = mesh.pp.size * virtual_stages
+        counts = split_layers(len(blocks) - front - back, self.stages, layers_per_stage)
+        ends = np.cumsum(counts) + front
+        ends[-1] += back
+        starts = [0, *ends[:-1]]
+        self.stage_blocks = [blocks[a:b] for a, b in zip(starts, ends)]
+        self.layers_per_stage = counts
+        self.owners = self._owners()
+        self.catalogue = list(self.owners)
+        names = [p.name for p in self.catalogue]
+        assert len(set(names)) == len(names), "two parameters share a name"
+        self.parameters = [p for p in self.catalogue if mesh.pp.rank in self.owners[p]]
+        self.chunks: dict[int, Chunk] = {}
+        self.buffers: FlatBuffers | None = None
+
+    def _owners(self) -> dict[Parameter, list[int]]:
+        owners: dict[Parameter, list[int]] = {}
+        for stage, blocks in enumerate(self.stage_blocks):
+            for parameter in (p for block in blocks for p in block.parameters()):
+                ranks = owners.setdefault(parameter, [])
+                if self.rank_of(stage) not in ranks:
+                    ranks.append(self.rank_of(stage))
+        return owners
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that holds a stage: they go round, 0, 1, ... P - 1, 0, 1, ..."""
+        return stage % self.mesh.pp.size
+
+    def allocate(self) -> "Model":
+        """Give memory and initial values to the parameters of this rank; called once all sizes are known to fit."""
+        self.mesh.first_on_node(lambda: compile_all(self.dtype))
+        self.buffers = FlatBuffers(self.parameters, self.dtype)
+        for parameter in self.parameters:
+            parameter.initialise(self.seed)
+        for stage, blocks in enumerate(self.stage_blocks):
+            if self.rank_of(stage) == self.mesh.pp.rank:
+                last = stage == self.stages - 1
+                self.chunks[stage] = Chunk(blocks, first=stage == 0, last=last, dtype=self.dtype)
+        return self
+
+    @property
+    def tied(self) -> list[Parameter]:
+        """Parameters of this rank that another pipeline rank holds too (a tied head), in catalogue order."""
+        return [p for p in self.parameters if len(self.owners[p]) > 1]
+
+    def counts_here(self, parameter: Parameter) -> bool:
+        """True on the one rank of a replica that counts each element in sums over the global model."""
+        return self.mesh.pp.rank == self.owners[parameter][0] and (parameter.sharded or self.mesh.tp.rank == 0)
+
+    @property
+    def global_parameters(self) -> int:
+        """Number of elements of the global model, each counted once."""
+        return sum(p.global_size for p in self.catalogue)
+
+    def describe(self, stage: int) -> str:
+        """What a stage holds, in words."""
+        return " + ".join(summarise([str(block) for block in self.stage_blocks[stage]]))
+
+
+def summarise(names: list[str]) -> list[str]:
+    """Runs of equal first words become one: block 0, block 1, block 2 -> blocks 0-2."""
+    out: list[str] = []
+    run: list[str] = []
+    for name in [*names, ""]:
+        word = name.split(" ")[0]
+        if run and run[0].split(" ")[0] != word:
+            first, last = run[0], run[-1]
+            out.append(first if first == last else f"{first.split(' ')[0]}s {first.split(' ')[1]}-{last.split(' ')[1]}")
+            run = []
+        if name:
+            run.append(name)
+    return out

@@ -1,0 +1,114 @@
+"""A parameter knows its place in the global model; all parameters of a rank live in one flat buffer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mpipar.nn.initial import Initial
+
+
+def split_range(length: int, parts: int, index: int) -> tuple[int, int]:
+    """The half-open range of `length` elements that part `index` of `parts` holds.
+
+    The first `length % parts` parts hold one element more: 65 over 2 gives (0, 33) and (33, 65).
+    """
+    small, larger = divmod(length, parts)
+    start = index * small + min(index, larger)
+    return start, start + small + (index < larger)
+
+
+@dataclass(eq=False)
+class Parameter:
+    """One tensor of the model, declared without memory; `FlatBuffers` gives it `data` and `grad`.
+
+    name: unique in the global model, the same in every layout.
+    global_shape: the shape of the whole tensor.
+    initial: how the values are drawn, a pure function of (seed, name, global index).
+    shard_dim: the dim that is split over the tensor-parallel ranks, None if every tp rank holds the whole tensor.
+    tp_rank, tp_size: which part of `shard_dim` this rank holds.
+    decay: whether weight decay applies (weight matrices and embeddings, not biases and norms).
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    initial: Initial
+    shard_dim: int | None = None
+    tp_rank: int = 0
+    tp_size: int = 1
+    decay: bool = True
+    data: np.ndarray | None = field(default=None, repr=False)
+    grad: np.ndarray | None = field(default=None, repr=False)
+
+    @property
+    def sharded(self) -> bool:
+        """True if the tensor-parallel ranks hold different parts of the tensor."""
+        return self.shard_dim is not None and self.tp_size > 1
+
+    def index(self, tp_rank: int | None = None) -> tuple[slice, ...]:
+        """The slice of the global tensor held by `tp_rank` (default: this rank)."""
+        whole = [slice(0, n) for n in self.global_shape]
+        if self.shard_dim is not None:
+            rank = self.tp_rank if tp_rank is None else tp_rank
+            whole[self.shard_dim] = slice(*split_range(self.global_shape[self.shard_dim], self.tp_size, rank))
+        return tuple(whole)
+
+    def shape(self, tp_rank: int | None = None) -> tuple[int, ...]:
+        """The shape of the part held by `tp_rank` (default: this rank)."""
+        return tuple(s.stop - s.start for s in self.index(tp_rank))
+
+    @property
+    def size(self) -> int:
+        """Number of elements that this rank holds."""
+        return math.prod(self.shape())
+
+    @property
+    def global_size(self) -> int:
+        """Number of elements of the whole tensor."""
+        return math.prod(self.global_shape)
+
+    def initialise(self, seed: int) -> None:
+        """Write the initial values of this rank's part into `data`: the same bits in every layout."""
+        assert self.data is not None, f"{self.name} has no memory yet"
+        self.initial.fill(self.data, self.index(), self.global_shape, seed, self.name)
+
+
+class FlatBuffers:
+    """All parameters of a rank in one flat array, all gradients in another.
+
+    A bucket is a slice of `grad`, an optimizer pass is one loop over `data` and `grad`. The arrays start at a
+    64-byte boundary. `bounds` (int64, n + 1) are the starts of the parameters, `decay` (n) is 1 where weight decay
+    applies and 0 elsewhere.
+    """
+
+    def __init__(self, parameters: list[Parameter], dtype):
+        self.parameters = list(parameters)
+        self.dtype = np.dtype(dtype)
+        self.bounds = np.zeros(len(self.parameters) + 1, np.int64)
+        self.bounds[1:] = np.cumsum([p.size for p in self.parameters])
+        self.decay = np.array([float(p.decay) for p in self.parameters])
+        self.data = aligned_zeros(self.size, self.dtype)
+        self.grad = aligned_zeros(self.size, self.dtype)
+        for parameter, start, stop in zip(self.parameters, self.bounds[:-1], self.bounds[1:]):
+            parameter.data = self.data[start:stop].reshape(parameter.shape())
+            parameter.grad = self.grad[start:stop].reshape(parameter.shape())
+
+    @property
+    def size(self) -> int:
+        """Number of elements of all parameters of this rank."""
+        return int(self.bounds[-1])
+
+    def range(self, parameter: Parameter) -> slice:
+        """Where `parameter` lies in the flat arrays."""
+        i = next(i for i, p in enumerate(self.parameters) if p is parameter)
+        return slice(int(self.bounds[i]), int(self.bounds[i + 1]))
+
+
+def aligned_zeros(size: int, dtype, alignment: int = 64) -> np.ndarray:
+    """A 1-D array of zeros whose first element lies at a multiple of `alignment` bytes."""
+    dtype = np.dtype(dtype)
+    raw = np.zeros(size * dtype.itemsize + alignment, np.uint8)
+    skip = -raw.ctypes.data % alignment
+    return raw[skip : skip + size * dtype.itemsize].view(dtype)

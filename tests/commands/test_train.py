@@ -1,0 +1,157 @@
+"""`mpipar.train` as a user runs it: what it prints and writes, and how it fails."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from mpipar.nn.parameter import split_range
+from tests.helpers.jobs import Running, run_job
+
+TINY = ["--layers", "4", "--dim", "32", "--heads", "4", "--seq", "16", "--vocab", "64", "--data", "random", "--dtype", "float64",
+        "--global-batch", "32", "--dropout", "0"]
+
+
+def train(ranks, *arguments, **options):
+    return run_job(ranks, ["-m", "mpipar.train", *TINY, *map(str, arguments)], **{"timeout": 120, **options})
+
+
+def events(path, kind):
+    return [e for e in map(json.loads, path.read_text().splitlines()) if e["event"] == kind]
+
+
+def test_metrics_file_and_plan(tmp_path):
+    file = tmp_path / "metrics"
+    job = train(4, "--tp", 2, "--pp", 2, "--steps", 6, "--micro-batches", 4, "--metrics", file)
+    assert job.returncode == 0 and not job.left_behind, job.output
+    start, steps, end = events(file, "start")[0], events(file, "step"), events(file, "end")[0]
+    assert (start["dp"], start["tp"], start["pp"], start["ranks"], start["nodes"]) == (1, 2, 2, 4, 1)
+    assert start["layers"] == 4 and start["threads_per_rank"] == 1 and "numpy" in start["versions"]
+    assert [s["step"] for s in steps] == list(range(1, 7))
+    assert {"loss", "grad_norm", "lr", "step_time_s", "tokens_per_s"} <= steps[0].keys()
+    assert all(abs(s["tokens_per_s"] * s["step_time_s"] - 512) < 1e-6 for s in steps)  # global, whatever tp and pp
+    assert end["steps"] == 6 and end["parameters"] == 53_440 and len(end["parameters_sha256"]) == 64
+    assert len(end["peak_rss_bytes"]) == 4 and end["warmup_steps_excluded"] == 3
+    assert end["bytes_sent"]["dp"] == 0 and end["bytes_sent"]["pp"] == 4 * 8 * 16 * 32 * 8  # M messages of this rank
+    assert 0 < end["bubble"]["measured"] < 1 and end["bubble"]["predicted"] == pytest.approx(1 / 5)
+    for words in ("tp: 2 all-reduces forward and 2 backward", "pp: 8 messages", "embedding + blocks 0-1", "blocks 2-3 + head"):
+        assert words in job.stdout
+
+
+def test_one_checksum_at_step_0_for_every_layout(tmp_path):
+    sums = set()
+    for ranks, arguments in ((1, []), (2, ["--tp", 2]), (2, ["--pp", 2]), (4, ["--tp", 4]), (4, ["--tp", 2, "--pp", 2])):
+        file = tmp_path / "metrics"
+        job = train(ranks, *arguments, "--steps", 0, "--metrics", file)
+        assert job.returncode == 0, job.output
+        sums.add(events(file, "end")[0]["parameters_sha256"])
+    assert len(sums) == 1
+
+
+def test_eight_ranks_print_each_step_once():
+    job = train(8, "--steps", 10, "--tp", 2, "--pp", 2)
+    assert job.returncode == 0, job.output
+    assert sum(line.startswith("step ") for line in job.stdout.splitlines()) == 10
+
+
+def test_quiet_prints_nothing():
+    job = train(2, "--steps", 2, "--quiet")
+    assert job.returncode == 0 and job.output == ""
+
+
+def test_mlp_on_text_falls(tmp_path):
+    file = tmp_path / "metrics"
+    job = run_job(2, ["-m", "mpipar.train", "--model", "mlp", "--dim", "64", "--layers", "3", "--tp", "2", "--steps", "30",
+                      "--lr", "1e-2", "--warmup", "2", "--metrics", str(file)], timeout=120)
+    assert job.returncode == 0, job.output
+    steps = events(file, "step")
+    assert steps[-1]["loss"] < 0.5 * steps[0]["loss"] and "samples_per_s" in steps[0]
+    assert events(file, "end")[0]["eval_loss"] < 0.5 * steps[0]["loss"]
+
+
+@pytest.mark.smoke
+def test_text_is_learned_and_generated(tmp_path):
+    file = tmp_path / "metrics"
+    job = run_job(2, ["-m", "mpipar.train", "--layers", "2", "--dim", "64", "--seq", "32", "--steps", "40", "--pp", "2",
+                      "--lr", "3e-3", "--eval-every", "20", "--generate", "20", "--metrics", str(file)], timeout=120)
+    assert job.returncode == 0, job.output
+    steps, evaluations = events(file, "step"), events(file, "eval")
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1.5
+    assert [e["step"] for e in evaluations] == [20, 40] and evaluations[1]["loss"] < evaluations[0]["loss"]
+    assert "generated text" in job.stdout
+
+
+def test_products_by_blas_give_the_same_loss(tmp_path):
+    losses = []
+    for gemm in ("numba", "blas"):
+        file = tmp_path / gemm
+        assert train(1, "--steps", 2, "--gemm", gemm, "--metrics", file).returncode == 0
+        losses.append(events(file, "step")[-1]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("ranks,arguments,words", [
+    (3, ["--tp", "3"], "tp can be one of [1, 2, 4]"),
+    (3, ["--dp", "3"], "dp can be one of [1, 2, 4, 8, 16, 32]"),
+    (4, ["--dp", "3", "--tp", "1"], "4"),
+    (4, ["--tp", "3"], "tp"),
+    (8, ["--pp", "8"], "4"),
+    (2, ["--zero", "1"], "--zero does not exist yet"),
+    (2, ["--layer", "1"], "--layers"),
+    (2, ["--metrics", "/none/file"], "no folder"),
+    (2, ["--data", "/none.txt"], "can't be read"),
+    (2, ["--micro-batches", "17"], "at most 16"),
+    (2, ["--pp", "2", "--layers-per-stage", "3,2"], "4"),
+    (2, ["--order", "dp,tp"], "order"),
+])
+def test_user_errors_are_one_line_and_code_2(ranks, arguments, words, tmp_path):
+    job = train(ranks, "--metrics", tmp_path / "metrics", *arguments)
+    lines = [line for line in job.output.splitlines() if line.strip()]
+    assert job.returncode == 2 and not job.left_behind, job.output
+    assert len(lines) == 1 and words in lines[0], job.output
+    assert not (tmp_path / "metrics").exists()
+    assert job.seconds < 15  # 2 s where as many cores are free as ranks; the ranks start one after the other on 2 cores
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("fault,rank", [
+    ("raise:rank=2,step=3", 2), ("raise:rank=1,point=data,step=2", 1), ("raise:rank=3,point=import", 3), ("exit:rank=0,step=2", 0),
+])
+def test_a_failing_rank_ends_the_job(fault, rank):
+    job = train(4, "--steps", 50, env={"MPIPAR_FAULT": fault})
+    assert job.returncode not in (0, None) and not job.left_behind
+    assert f"[rank {rank}]" in job.stderr or "exit" in fault
+    assert job.output.count("Traceback (most recent call last)") == ("raise" in fault)
+
+
+def test_asked_to_stop_all_ranks_leave_together(tmp_path):
+    file = tmp_path / "metrics"
+    job = Running(2, ["-m", "mpipar.train", *TINY, "--steps", "100000", "--metrics", str(file)])
+    for _ in range(600):
+        if file.exists() and len(events(file, "step")) > 3:
+            break
+        time.sleep(0.1)
+    os.kill(job.ranks()[1], signal.SIGTERM)  # one rank is asked, all leave
+    done = job.finish(timeout=30)
+    assert done.returncode == 0 and "asked to stop" in done.stdout and not done.left_behind, done.output
+    assert events(file, "end")[0]["steps"] == events(file, "step")[-1]["step"]
+
+
+def test_threads_are_the_cores_over_the_ranks(tmp_path):
+    cores = len(os.sched_getaffinity(0))
+    for ranks in (1, 2):
+        file = tmp_path / f"metrics{ranks}"
+        assert train(ranks, "--steps", 1, "--metrics", file).returncode == 0
+        assert events(file, "start")[0]["threads_per_rank"] == max(1, cores // ranks)
+    assert train(1, "--steps", 1, "--threads", 3, "--metrics", file).returncode == 0
+    assert events(file, "start")[0]["threads_per_rank"] == 3
+
+
+def test_layers_spread_over_the_stages():
+    job = train(2, "--pp", 2, "--layers", 7, "--steps", 1)
+    assert "blocks 0-3" in job.stdout and "blocks 4-6" in job.stdout
+    job = train(2, "--pp", 2, "--layers", 7, "--layers-per-stage", "2,5", "--steps", 1)
+    assert "blocks 0-1" in job.stdout and "blocks 2-6" in job.stdout
+    assert split_range(7, 2, 0) == (0, 4)
