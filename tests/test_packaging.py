@@ -16,7 +16,7 @@ PACKAGE = ROOT / "mpipar"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TEXTS = FILES + sorted((ROOT / "tests").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.py"))
 LONGEST_FILE = 450
-LONGEST_LINE = 130
+LONGEST_LINE = 150
 UNFINISHED = re.compile(
     r"\b(TO" r"DO|FIX" r"ME|X" r"XX|NotImplemented" r"Error)\b"
 )  # split, or this file would be found
@@ -167,6 +167,6 @@ def test_the_check_of_style_sees_what_it_should():
         "452 lines; loo",
         "no docstring t",
         "unfinished",
-        "131 characters",
+        "151 characters",
         "a global state",
     ]
