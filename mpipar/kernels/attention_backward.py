@@ -66,9 +66,11 @@ def backward_head(q, k, v, out, dout, dq, dk, dv, lse, q_row, k_row, v_row, out_
                 columns, first = min(panel, n - j), j if diagonal else 0
                 seen, below = rows - first, first * step + j * size
                 column_of_tiles(zero, address(dout_columns) + at, rows, width, begin, width,
-                                p_at + below, step, address(sum_v) + j * size, step, columns, first, seen, adding)
+                                p_at + below, step, address(sum_v) + j * size, step, columns, first, seen,
+                                adding)
                 column_of_tiles(zero, address(query_columns) + at, rows, width, begin, width,
-                                ds_at + below, step, address(sum_k) + j * size, step, columns, first, seen, adding)
+                                ds_at + below, step, address(sum_k) + j * size, step, columns, first, seen,
+                                adding)
             pack_lines(zero, ds_at, step, size, rows, n, address(packed_ds))
             for d in range(0, width, panel):
                 column_of_tiles(zero, address(packed_ds), n, rows, begin, rows,
