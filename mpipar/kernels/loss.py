@@ -1,7 +1,7 @@
 """Softmax cross-entropy over a vocabulary that may be divided over ranks, and the sum of squares.
 
-Each function does the part of one shard; the caller combines the rows' results between the calls (a maximum, then sums).
-Meaning: `plain.py`.
+Each function does the part of one shard; the caller combines the rows' results between the calls (a maximum,
+then sums). Meaning: `plain.py`.
 """
 import numpy as np
 
@@ -17,7 +17,8 @@ BLOCK = 4096  # elements whose squares are summed on their own
 
 
 def row_max(logits, out):
-    """out[r] = the largest of logits[r, :]; -inf if this shard has no column. logits: [R, Vlocal]; out: [R]."""
+    """out[r] = the largest of logits[r, :]; -inf if this shard has no column. logits: [R, Vlocal]; out:
+    [R]."""
     same_dtype(logits, out)
     a, y = source(logits, logits.shape[1]), target(out)
     _check_rows(logits, out)
@@ -26,11 +27,12 @@ def row_max(logits, out):
 
 
 def cross_entropy_sums(logits, maximum, targets, lo, sum_exp, target_logit):
-    """sum_exp[r] = sum of exp(logits[r] - maximum[r]) over this shard; target_logit[r] = logits[r, targets[r] - lo].
+    """sum_exp[r] = sum of exp(logits[r] - maximum[r]) over this shard; target_logit[r] = logits[r, targets[r]
+    - lo].
 
-    logits: [R, Vlocal], columns lo .. lo + Vlocal of the whole. targets: int64 [R]; target_logit is 0 where the target
-    lies in another shard or is negative (ignored). With both summed over the shards, the loss of a row is
-    log(sum_exp) + maximum - target_logit. Megatron-LM (Shoeybi et al. 2019), section 3."""
+    logits: [R, Vlocal], columns lo .. lo + Vlocal of the whole. targets: int64 [R]; target_logit is 0 where
+    the target lies in another shard or is negative (ignored). With both summed over the shards, the loss of a
+    row is log(sum_exp) + maximum - target_logit. Megatron-LM (Shoeybi et al. 2019), section 3."""
     same_dtype(logits, maximum, sum_exp, target_logit)
     _check_rows(logits, maximum, targets, sum_exp, target_logit)
     a, m, t = source(logits, logits.shape[1]), source(maximum), _indices(targets)
@@ -39,7 +41,8 @@ def cross_entropy_sums(logits, maximum, targets, lo, sum_exp, target_logit):
 
 
 def cross_entropy_backward(logits, maximum, sum_exp, targets, lo, scale, dlogits):
-    """dlogits = (softmax - onehot(target)) * scale, zero in rows whose target is ignored; dlogits may be logits.
+    """dlogits = (softmax - onehot(target)) * scale, zero in rows whose target is ignored; dlogits may be
+    logits.
 
     maximum, sum_exp: [R], over the whole vocabulary; the rest as for `cross_entropy_sums`."""
     dtype = same_dtype(logits, maximum, sum_exp, dlogits)
@@ -57,7 +60,8 @@ def cross_entropy_backward(logits, maximum, sum_exp, targets, lo, scale, dlogits
 
 
 def sum_squares(x):
-    """Sum of squares of all elements, as a float. Summed in float64, in blocks, in one order for any number of threads."""
+    """Sum of squares of all elements, as a float. Summed in float64, in blocks, in one order for any number
+    of threads."""
     same_dtype(x)
     a = source(x)
     partial = np.empty(-(-a.size // BLOCK))
@@ -83,7 +87,8 @@ def _row_ranges(x):
 def _check_rows(logits, *per_row):
     for array in per_row:
         if array.shape != logits.shape[:1]:
-            raise ValueError(f"logits of {logits.shape} and a row array of {array.shape}: give one number for each row")
+            raise ValueError(f"logits of {logits.shape} and a row array of {array.shape}: "
+                             "give one number for each row")
 
 
 def _indices(targets):
@@ -92,8 +97,8 @@ def _indices(targets):
 
 @jit
 def _row_max(logits, out):
-    # Numba's comparisons carry no leave to reorder a running maximum, so the columns run side by side in LANES of them.
-    # A NaN may be passed over here: its row ends as NaN through the sum of exponentials.
+    # Numba's comparisons carry no leave to reorder a running maximum, so the columns run side by side in
+    # LANES of them. A NaN may be passed over here: its row ends as NaN through the sum of exponentials.
     wide_vectors()
     rows, columns = logits.shape
     lowest = logits.dtype.type(-np.inf)
