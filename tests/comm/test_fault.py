@@ -32,7 +32,7 @@ def test_kinds_and_points(monkeypatch):
         fault.inject("data", rank=0)
     assert caught.value.code == 5
     monkeypatch.setenv("MPIPAR_FAULT", "raise:point=import,rank=4")
-    for variable in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):       # before MPI starts the launcher says who we are
+    for variable in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):   # before MPI starts the launcher says who we are
         monkeypatch.setenv(variable, "4")
     with pytest.raises(fault.InjectedFault):
         fault.inject("import")
