@@ -73,7 +73,7 @@ class Group:
     def reduce_scatter(self, x, axis=0, op="sum", sizes=None, out=None):
         """The sum (mean, ...) of x over the ranks, cut along `axis`: rank i returns part i.
 
-        x is left as it is. The parts are equal (ValueError if the length does not divide), or have lengths `sizes`.
+        x is left as it is. The parts are equal (ValueError if the length does not divide), or as `sizes` says.
         """
         return self._run(collectives.reduce_scatter(self, x, axis, op, sizes, out))
 

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 
-from mpipar.comm import launcher
+from mpipar.comm import fault, launcher
 
 GRACE = 2.0             # seconds in which the ranks are expected to leave together
 _LOOK = 0.5             # seconds between two looks of the watcher
@@ -53,6 +53,7 @@ def main(function, *arguments):
     try:
         with checking():
             install(signals=True)
+            fault.check()
         code = function(*arguments)
     except SystemExit as exit_:
         code = exit_.code

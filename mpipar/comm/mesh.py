@@ -121,7 +121,7 @@ class Mesh:
                 outer.entries.extend(log.entries)
 
     def close(self):
-        """Free the communicators; a collective call. For programs that make many meshes: MPI has some 2,000."""
+        """Free the communicators; a collective call. For programs with many meshes: MPI has some 2,000."""
         for group in self._all_groups():
             group.close()
 
