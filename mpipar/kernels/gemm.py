@@ -17,7 +17,9 @@ from .threads import parallel_for
 from .vector import TILE_ROWS
 
 THIN_ROWS = 3 * TILE_ROWS  # up to here packing b costs more than it saves
-THIN_DEPTH = 256  # block along k where b is read in place: few enough rows for the hardware to follow
+# Rows of b that are followed side by side where b is read in place: from memory no more than the hardware
+# follows by itself, from a near cache more, because each block of k reads and writes out once.
+FEW_ROWS, MORE_ROWS = 32, 256
 SMALL = 1 << 18  # multiplications below which a second thread costs more than it brings
 
 
@@ -43,7 +45,9 @@ def gemm(a, b, out, *, accumulate=False, bias=None):
         _check(a, b, out, bias)
     if not m or not n or not k:
         return _empty_sum(out, accumulate, bias)
-    thin = m <= THIN_ROWS and b.strides[1] == dtype.itemsize
+    thin = 0  # depth of blocks along k where b is read in place
+    if m <= THIN_ROWS and b.strides[1] == dtype.itemsize:
+        thin = FEW_ROWS if k * n > plan.far else MORE_ROWS
     if bias is None:
         bias = plan.no_bias
     if settings.threads == 1 or m * k * n < SMALL:
@@ -56,7 +60,7 @@ def gemm(a, b, out, *, accumulate=False, bias=None):
 def warm(dtype):
     """Compiles (or loads) everything that `gemm` needs for a dtype."""
     a = np.zeros((1, 1), dtype)
-    _plan(np.dtype(dtype)).run(a, a, np.zeros((1, 1), dtype), a[0], False, False)
+    _plan(np.dtype(dtype)).run(a, a, np.zeros((1, 1), dtype), a[0], False, 0)
 
 
 class _Plan:
@@ -73,6 +77,7 @@ class _Plan:
         self.deepest = max(128, min(1024, host().l2 // (16 * self.panel * self.size)))
         self.elements_a = host().l2 // 4 // self.size
         self.elements_b = max(host().l2, min(8 << 20, host().l3 // 2)) // self.size
+        self.far = host().l2 // 2 // self.size  # elements of b from which on it is not in a near cache
         self.local = threading.local()
         element = types.float32 if dtype.itemsize == 4 else types.float64
         operand = types.Array(element, 2, "A", readonly=True)
@@ -89,12 +94,12 @@ class _Plan:
         blocks = getattr(self.local, "blocks", _NOTHING).get(key)
         if blocks is None:
             blocks = self.prepare(key)
-        blocked_product(self.zero, a, b, out, bias, accumulate, thin, *blocks)
+        blocked_product(self.zero, a, b, out, bias, accumulate, thin > 0, *blocks)
 
     def prepare(self, key):
         """Block sizes and this thread's memory for one shape; both are kept."""
         (m, k), n, thin = key
-        kc = -(-k // -(-k // (THIN_DEPTH if thin else self.deepest)))
+        kc = -(-k // -(-k // (thin or self.deepest)))
         mc = max(TILE_ROWS, self.elements_a // kc)
         mc = -(-m // -(-m // mc))
         nc = max(self.group, self.elements_b // kc // self.group * self.group)
@@ -133,7 +138,7 @@ def _plan(dtype):
 def _split(a, b, out, bias, accumulate, thin, threads):
     """Tasks for `threads` threads: a grid of blocks of out that repeats as little packing as possible."""
     m, n = out.shape
-    grids = [(i, threads // i) for i in range(1, threads + 1) if threads % i == 0 and not (thin and i > 1)]
+    grids = [(i, threads // i) for i in range(1, threads + 1) if threads % i == 0 and (i == 1 or not thin)]
     over_m, over_n = min(grids, key=lambda grid: (m / grid[0] + n / grid[1], grid))
     rows = [m * i // over_m for i in range(over_m + 1)]
     columns = [n * i // over_n for i in range(over_n + 1)]
