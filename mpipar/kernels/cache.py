@@ -170,8 +170,11 @@ class _FunctionStore(NullCache):
 
     def __init__(self, function, options):
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
-        line = function.__code__.co_firstlineno
-        self.identity = (function.__module__, function.__qualname__, line, options)
+        code = function.__code__
+        self.identity = (function.__module__, function.__qualname__, code.co_firstlineno, options)
+        source = Path(code.co_filename)
+        if source.parent != Path(__file__).parent and source.is_file():  # not among the sources of the key
+            self.identity += (hashlib.sha256(source.read_bytes()).hexdigest(),)
         assert function.__closure__ is None, f"{self.name}: a kernel may not be a closure"
 
     @property

@@ -77,7 +77,7 @@ class _Plan:
         self.deepest = max(128, min(1024, host().l2 // (16 * self.panel * self.size)))
         self.elements_a = host().l2 // 4 // self.size
         self.elements_b = max(host().l2, min(8 << 20, host().l3 // 2)) // self.size
-        self.far = host().l2 // 2 // self.size  # elements of b from which on it is not in a near cache
+        self.far = 2 * host().l2 // self.size  # elements of b beyond which it is in no near cache
         self.local = threading.local()
         element = types.float32 if dtype.itemsize == 4 else types.float64
         operand = types.Array(element, 2, "A", readonly=True)

@@ -86,6 +86,15 @@ def package(tmp_path):
     return Package(tmp_path)
 
 
+def test_a_kernel_outside_the_folder_is_known_by_its_file(package):
+    outside = package.folder.parent / "other.py"
+    for factor in (3, 4):
+        outside.write_text(MAIN.replace("from .", "from .kernels.").replace("* 2", f"* {factor}"))
+        code = "from toy.other import second; print(second(1.0))"
+        done = subprocess.run([sys.executable, "-c", code], env=package.environment(), capture_output=True, text=True)
+        assert float(done.stdout) == 2.0 * factor, done.stderr
+
+
 def test_processes_that_follow_compile_nothing(package):
     assert package.run() == (2.0, 3, "")
     others = [package.start() for _ in range(2)]
