@@ -4,7 +4,12 @@ import argparse
 import importlib
 import sys
 
-BENCHMARKS = {"gemm": "our matrix product against NumPy's BLAS, in one run"}
+from mpipar.comm import guard
+
+BENCHMARKS = {
+    "gemm": "our matrix product against NumPy's BLAS, in one run",
+    "train": "the step of a model in a layout, part by part, and against PyTorch (takes the options of mpipar.train too)",
+}
 
 
 def main(arguments=None) -> int:
@@ -18,7 +23,9 @@ def main(arguments=None) -> int:
             module = importlib.import_module(f".{name}", __package__)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    parsed = parser.parse_args(arguments)
+    parsed, parsed.rest = parser.parse_known_args(arguments)
+    if parsed.rest and parsed.name != "train":
+        parser.error(f"unrecognized arguments: {' '.join(parsed.rest)}")
     try:
         parsed.run(parsed)
     except ValueError as error:
@@ -27,4 +34,4 @@ def main(arguments=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    guard.main(main)

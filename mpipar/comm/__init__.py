@@ -1,11 +1,18 @@
-"""How ranks talk: the mesh, its groups and their collectives, the record of what was sent, the guard that ends a
-job when one rank fails. This is the only folder that imports mpi4py, and it does so when the first mesh of more
-than one rank is made, not when it is imported. What is sent, and when, is decided above (nn/, parallel/): nothing
-here knows of layers, gradients or batches.
+"""How ranks talk: the mesh, its groups and their collectives, the record of what was sent, the guard that
+ends a job when one rank fails. This is the only folder that imports mpi4py, and it does so when the first
+mesh of more than one rank is made, not when it is imported. What is sent, and when, is decided above (nn/,
+parallel/): nothing here knows of layers, gradients or batches.
 """
 import importlib
 
-_HOMES = {"Mesh": "mesh", "Group": "group", "Pending": "pending", "Recorder": "record", "guard": None, "fault": None}
+_HOMES = {
+    "Mesh": "mesh",
+    "Group": "group",
+    "Pending": "pending",
+    "Recorder": "record",
+    "guard": None,
+    "fault": None,
+}
 
 __all__ = sorted(_HOMES)
 

@@ -1,4 +1,5 @@
-"""Arrays as messages: which arrays may be sent, how they are cut into parts and chunks, how a strided one is packed.
+"""Arrays as messages: which arrays may be sent, how they are cut into parts and chunks, how a strided one is
+packed.
 
 Nothing here needs MPI. A message is a C-contiguous array of a type that MPI knows; an array in another memory
 order is packed into one first, because MPI would send a Fortran array in memory order, that is transposed.
@@ -12,7 +13,7 @@ OPERATIONS = ("sum", "mean", "min", "max")
 
 
 def split_sizes(n, parts):
-    """Lengths of `parts` near-equal pieces of n: the first n % parts are one longer (65 in 2 parts: [33, 32])."""
+    """Lengths of `parts` near-equal pieces of n: the first n % parts are one longer (65 in 2: [33, 32])."""
     if parts < 1 or n < 0:
         raise ValueError(f"cannot split {n} into {parts} parts: n >= 0 and parts >= 1 are needed")
     short, longer = divmod(n, parts)
@@ -29,11 +30,14 @@ def split_range(n, parts, index):
 
 
 def check_array(x, *, writable=False):
-    """Raise unless x is an array that can be sent (TypeError for another object, ValueError for the wrong kind)."""
+    """Raise unless x is an array that can be sent: TypeError for another object, ValueError for the kind."""
     if not isinstance(x, np.ndarray):
         raise TypeError(f"a group sends NumPy arrays, not {type(x).__name__}: wrap it, as in np.array(x)")
     if x.dtype not in _ARITHMETIC and x.dtype != _BOOL:
-        raise ValueError(f"dtype {x.dtype} cannot be sent: valid are float32, float64, integers and bool in native byte order")
+        raise ValueError(
+            f"dtype {x.dtype} cannot be sent: valid are float32, float64, integers and bool, "
+            "in native byte order"
+        )
     if writable and not x.flags.writeable:
         raise ValueError("the array is read-only, and the result is written into it")
 
@@ -43,9 +47,13 @@ def check_operation(x, op):
     if op not in OPERATIONS:
         raise ValueError(f"op={op!r} is unknown: valid are {', '.join(OPERATIONS)}")
     if op == "mean" and x.dtype.kind != "f":
-        raise ValueError(f"the mean of {x.dtype} is not a {x.dtype}: take the sum, or convert to float32 or float64")
+        raise ValueError(
+            f"the mean of {x.dtype} is not a {x.dtype}: take the sum, or convert to float32 or float64"
+        )
     if op == "sum" and x.dtype == _BOOL:
-        raise ValueError("the sum of bool is not a bool: take max for `any`, min for `all`, or convert to an integer")
+        raise ValueError(
+            "the sum of bool is not a bool: take max for `any`, min for `all`, or convert to an integer"
+        )
 
 
 def check_axis(x, axis):
@@ -66,7 +74,8 @@ def wire(x):
 
 
 def chunks(x, limit):
-    """The C-contiguous array x in near-equal pieces of at most `limit` elements (None: no limit); no piece where x is empty."""
+    """The C-contiguous array x in near-equal pieces of at most `limit` elements (None: no limit); none
+    where x is empty."""
     if limit is None or x.size <= limit:
         return (x,) if x.size else ()
     # Near-equal pieces: MPI libraries add very small messages in another order than the rest.
@@ -97,12 +106,12 @@ def offsets(lengths):
 
 
 def parts_in_order(shape, axis):
-    """True where the parts along `axis` already stand one after the other in a C-contiguous array of `shape`."""
+    """True where the parts along `axis` stand one after the other in a C-contiguous array of `shape`."""
     return all(length == 1 for length in shape[:axis])
 
 
 def pack_parts(x, axis, sizes):
-    """A flat array that holds the parts of x along `axis` one after the other; shares x's memory where it can."""
+    """A flat array of x's parts along `axis`, one after the other; shares x's memory where it can."""
     if x.flags.c_contiguous and parts_in_order(x.shape, axis):
         return x.reshape(-1)
     flat = np.empty(x.size, x.dtype)
@@ -125,8 +134,10 @@ def check_sizes(sizes, length, parts, what):
     """Sizes of the parts of `length`: as given, or equal; ValueError where they do not fit."""
     if sizes is None:
         if length % parts:
-            raise ValueError(f"{what} of length {length} does not divide among {parts} ranks: give the sizes, "
-                             f"as in sizes={split_sizes(length, parts)}")
+            raise ValueError(
+                f"{what} of length {length} does not divide among {parts} ranks: give the sizes, "
+                f"as in sizes={split_sizes(length, parts)}"
+            )
         return [length // parts] * parts
     sizes = [int(size) for size in sizes]
     if len(sizes) != parts or min(sizes) < 0 or sum(sizes) != length:
@@ -141,5 +152,7 @@ def check_out(out, shape, dtype):
         return np.empty(shape, dtype)
     check_array(out, writable=True)
     if out.shape != tuple(shape) or out.dtype != dtype:
-        raise ValueError(f"out has shape {out.shape} and dtype {out.dtype}: {tuple(shape)} and {dtype} are needed")
+        raise ValueError(
+            f"out has shape {out.shape} and dtype {out.dtype}: {tuple(shape)} and {dtype} are needed"
+        )
     return out

@@ -1,25 +1,26 @@
 """Each operation of a group as a plan: which MPI calls on which buffers, and what is left to do after them.
 
-A plan is made once and carried out in two ways: the calls one after the other (`Allreduce`, ...), or all started
-(`Iallreduce`, ...) and waited for later. A call of more elements than the MPI library takes is cut into several.
-The group of one rank gets a plan without calls.
+A plan is made once and carried out in two ways: the calls one after the other (`Allreduce`, ...), or all
+started (`Iallreduce`, ...) and waited for later. A call of more elements than the MPI library takes is cut
+into several. The group of one rank gets a plan without calls.
 """
 import math
+from functools import partial
 
 import numpy as np
 
 from mpipar.comm import buffers
 
-# Tag of the messages that gather, scatter and all_to_all send themselves where a single MPI call cannot be used;
-# the user's tags start at 0 and the standard guarantees tags up to 32767.
+# Tag of the messages that gather, scatter and all_to_all send themselves where a single MPI call cannot be
+# used; the user's tags start at 0 and the standard guarantees tags up to 32767.
 INNER_TAG = 32767
 
 
 class Plan:
-    """`calls`: pairs (name of an mpi4py method, its arguments). `result`: what the operation returns, valid after the
-    calls and `finish()` (None where nothing is left to do). `pairwise`: the calls have to be in flight together.
-    `bytes` and `sent`: see record.py. `peer`: the other rank of a send or receive, None for a collective; `number`:
-    which collective call of the group it is, from 1."""
+    """`calls`: pairs (name of an mpi4py method, its arguments). `result`: what the operation returns, valid
+    after the calls and `finish()` (None where nothing is left to do). `pairwise`: the calls have to be in
+    flight together. `bytes` and `sent`: see record.py. `peer`: the other rank of a send or receive, None for
+    a collective; `number`: which collective call of the group it is, from 1."""
 
     pairwise, peer, number = False, None, 0
 
@@ -41,14 +42,15 @@ def all_reduce(group, x, op):
     message = buffers.packed(x)
     mpi = group.mpi
     operation, in_place = mpi.OPERATIONS[op], mpi.IN_PLACE
-    calls = [("Allreduce", (in_place, part, operation)) for part in buffers.chunks(buffers.wire(message), group.limit)]
+    calls = [
+        ("Allreduce", (in_place, part, operation))
+        for part in buffers.chunks(buffers.wire(message), group.limit)
+    ]
     finish = None
-    if op == "mean" or message is not x:
-        def finish():
-            if op == "mean":
-                np.divide(message, ranks, out=x)
-            else:
-                x[...] = message
+    if op == "mean":
+        finish = partial(np.divide, message, ranks, out=x)
+    elif message is not x:
+        finish = partial(np.copyto, x, message)
     return Plan("all_reduce", x, calls, finish, x.nbytes, 2 * x.nbytes * (ranks - 1) // ranks)
 
 
@@ -63,11 +65,10 @@ def reduce(group, x, root, op):
     received = np.empty(x.shape, x.dtype) if at_root else None
     parts = buffers.chunks(buffers.wire(sent), group.limit)
     targets = buffers.chunks(buffers.wire(received), group.limit) if at_root else [None] * len(parts)
-    calls = [("Reduce", (part, target, group.mpi.OPERATIONS[op], root)) for part, target in zip(parts, targets)]
-    finish = None
-    if op == "mean" and at_root:
-        def finish():
-            np.divide(received, group.size, out=received)
+    calls = [
+        ("Reduce", (part, target, group.mpi.OPERATIONS[op], root)) for part, target in zip(parts, targets)
+    ]
+    finish = partial(np.divide, received, group.size, out=received) if op == "mean" and at_root else None
     return Plan("reduce", received, calls, finish, x.nbytes, 0 if at_root else x.nbytes)
 
 
@@ -81,10 +82,7 @@ def broadcast(group, x, root):
     if at_root and not message.flags.writeable:         # mpi4py asks for a writable buffer at the root too
         message = message.copy()
     calls = [("Bcast", (part, root)) for part in buffers.chunks(buffers.wire(message), group.limit)]
-    finish = None
-    if not at_root and message is not x:
-        def finish():
-            x[...] = message
+    finish = partial(np.copyto, x, message) if not at_root and message is not x else None
     last = (root - 1) % group.size
     return Plan("broadcast", x, calls, finish, x.nbytes, 0 if group.rank == last else x.nbytes)
 
@@ -113,10 +111,7 @@ def all_gather(group, x, axis, sizes, out):
         calls = [("Allgather", (message, target))]
     else:
         calls = [("Allgatherv", (message, [target, lengths]))]
-    finish = None
-    if not direct:
-        def finish():
-            buffers.unpack_parts(received, out, axis, sizes)
+    finish = None if direct else partial(buffers.unpack_parts, received, out, axis, sizes)
     sent = out.nbytes * (group.size - 1) // group.size
     return Plan("all_gather", out, calls, finish, out.nbytes, sent)
 
@@ -146,26 +141,28 @@ def reduce_scatter(group, x, axis, op, sizes, out):
     elif group.limit is None or x.size <= group.limit:
         calls = [call(message, buffers.wire(received), lengths)]
     else:
-        calls = _reduce_scatter_rounds(message, buffers.wire(received).reshape(-1), lengths, group.limit, call)
+        calls = _reduce_scatter_rounds(
+            message, buffers.wire(received).reshape(-1), lengths, group.limit, call
+        )
     finish = None
-    if op == "mean" or received is not out:
-        def finish():
-            if op == "mean":
-                np.divide(received, ranks, out=out)
-            else:
-                out[...] = received
+    if op == "mean":
+        finish = partial(np.divide, received, ranks, out=out)
+    elif received is not out:
+        finish = partial(np.copyto, out, received)
     return Plan("reduce_scatter", out, calls, finish, x.nbytes, x.nbytes * (ranks - 1) // ranks)
 
 
 def _reduce_scatter_rounds(message, target, lengths, limit, call):
-    """Round k reduces elements k*c to (k+1)*c of every rank's part, so that each rank receives straight into its own."""
+    """Round k reduces elements k*c to (k+1)*c of every rank's part: each receives straight into its own."""
     step = max(1, limit // len(lengths))
     places, mine, calls = buffers.offsets(lengths), 0, []
     for start in range(0, max(lengths), step):
         pieces = [message[place + min(start, length):place + min(start + step, length)]
                   for place, length in zip(places, lengths)]
         width = min(step, max(target.size - start, 0))
-        calls.append(call(np.concatenate(pieces), target[mine:mine + width], [piece.size for piece in pieces]))
+        calls.append(
+            call(np.concatenate(pieces), target[mine : mine + width], [piece.size for piece in pieces])
+        )
         mine += width
     return calls
 
@@ -196,10 +193,8 @@ def gather(group, x, root, axis, sizes):
             calls = [("Send", (part, root, INNER_TAG)) for part in buffers.chunks(message, group.limit)]
     else:
         calls = [("Gatherv", (message, [target, lengths] if at_root else None, root))]
-    finish = None
-    if at_root and not direct:
-        def finish():
-            buffers.unpack_parts(received, out, axis, sizes)
+    unpack = at_root and not direct
+    finish = partial(buffers.unpack_parts, received, out, axis, sizes) if unpack else None
     return Plan("gather", out, calls, finish, x.nbytes, 0 if at_root else x.nbytes)
 
 
@@ -218,15 +213,18 @@ def scatter(group, x, root, axis, sizes, out, shape, dtype):
         message = buffers.wire(buffers.pack_parts(x, axis, sizes))
     else:
         if out is None and (shape is None or dtype is None):
-            raise ValueError("scatter: a rank that is not the root gives `out`, or `shape` and `dtype` of its part")
-        out = buffers.check_out(out, out.shape if shape is None else shape, out.dtype if dtype is None else dtype)
+            raise ValueError(
+                "scatter: a rank that is not the root gives `out`, or `shape` and `dtype` of its part"
+            )
+        out = buffers.check_out(
+            out, out.shape if shape is None else shape, out.dtype if dtype is None else dtype
+        )
         buffers.check_array(out)
         axis = buffers.check_axis(out, axis)
         sizes = _sizes_of_parts(group, out.shape[axis], sizes, group.rank)
         whole, message = math.prod(buffers.with_length(out.shape, axis, sum(sizes))), None
     received = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
     target = buffers.wire(received)
-    finish = None
     if whole == 0:
         calls = ()
     elif group.limit is not None and whole > group.limit:
@@ -240,9 +238,7 @@ def scatter(group, x, root, axis, sizes, out, shape, dtype):
             calls = [("Recv", (part, root, INNER_TAG)) for part in buffers.chunks(target, group.limit)]
     else:
         calls = [("Scatterv", ([message, lengths] if at_root else None, target, root))]
-    if received is not out:
-        def finish():
-            out[...] = received
+    finish = partial(np.copyto, out, received) if received is not out else None
     return Plan("scatter", out, calls, finish, x.nbytes if at_root else out.nbytes,
                 x.nbytes - out.nbytes if at_root else 0)
 
@@ -265,10 +261,7 @@ def all_to_all(group, x, axis):
         calls = _pairs(group, buffers.wire(message), lengths, buffers.wire(received), lengths)
     else:
         calls = [("Alltoall", (buffers.wire(message), buffers.wire(received)))]
-    finish = None
-    if not direct:
-        def finish():
-            buffers.unpack_parts(received, out, axis, sizes)
+    finish = None if direct else partial(buffers.unpack_parts, received, out, axis, sizes)
     plan = Plan("all_to_all", out, calls, finish, x.nbytes, x.nbytes * (group.size - 1) // group.size)
     plan.pairwise = pairwise
     return plan
@@ -303,7 +296,7 @@ def all_to_all_v(group, x, send_counts, receive_counts):
 
 
 def _pairs(group, message, sends, received, receives):
-    """An all-to-all as messages between pairs, each pair in chunks; a rank's part for itself is copied at once."""
+    """An all-to-all as messages between pairs, in chunks; a rank's part for itself is copied at once."""
     me, ranks, limit = group.rank, group.size, group.limit
     outgoing, incoming = buffers.offsets(sends), buffers.offsets(receives)
     received[incoming[me]:incoming[me + 1]] = message[outgoing[me]:outgoing[me + 1]]
@@ -332,10 +325,7 @@ def recv(group, out, source, tag):
     check_peer(group, source, tag, "source")
     received = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
     parts = buffers.chunks(buffers.wire(received), group.limit) or (np.empty(0, np.uint8),)
-    finish = None
-    if received is not out:
-        def finish():
-            out[...] = received
+    finish = partial(np.copyto, out, received) if received is not out else None
     plan = Plan("recv", out, [("Recv", (part, source, tag)) for part in parts], finish, out.nbytes)
     plan.peer = source
     return plan
@@ -344,7 +334,9 @@ def recv(group, out, source, tag):
 def check_rank(group, rank, what):
     """ValueError where `rank` is not a rank of the group."""
     if not 0 <= rank < group.size:
-        raise ValueError(f"{what}={rank} is not a rank of group {group.name}: valid are 0 to {group.size - 1}")
+        raise ValueError(
+            f"{what}={rank} is not a rank of group {group.name}: valid are 0 to {group.size - 1}"
+        )
 
 
 def check_peer(group, rank, tag, what):
@@ -362,7 +354,9 @@ def _sizes_of_parts(group, length, sizes, rank):
         return [length] * group.size
     sizes = buffers.check_sizes(sizes, sum(sizes), group.size, "the gathered axis")
     if sizes[rank] != length:
-        raise ValueError(f"sizes={sizes} give rank {rank} a part of length {sizes[rank]}, but its part has {length}")
+        raise ValueError(
+            f"sizes={sizes} give rank {rank} a part of length {sizes[rank]}, but its part has {length}"
+        )
     return sizes
 
 

@@ -3,9 +3,9 @@
     MPIPAR_FAULT=raise:rank=2,step=3         rank 2 raises at its step 3
     MPIPAR_FAULT=kill:rank=1,point=data      rank 1 is killed where it makes its first batch
 
-Kinds: raise (an exception), exit (sys.exit, with code=3 unless given), kill (SIGKILL), hang (sleeps for ever).
-Keys: rank and step (any, where not given), point (step, unless given), code. The program says at each of its points
-where it is, by `inject`.
+Kinds: raise (an exception), exit (sys.exit, with code=3 unless given), kill (SIGKILL), hang (sleeps for
+ever). Keys: rank and step (any, where not given), point (step, unless given), code. The program says at each
+of its points where it is, by `inject`.
 """
 import functools
 import os
@@ -25,7 +25,8 @@ class InjectedFault(RuntimeError):
 
 @functools.lru_cache(maxsize=8)
 def parse(text):
-    """(kind, {key: value}) of MPIPAR_FAULT's text; None where it is empty. ValueError, with the valid values."""
+    """(kind, {key: value}) of MPIPAR_FAULT's text; None where it is empty. ValueError, with the valid
+    values."""
     if not text:
         return None
     kind, _, rest = text.partition(":")
@@ -39,8 +40,10 @@ def parse(text):
         elif key in ("rank", "step", "code") and value.isdigit():
             keys[key] = int(value)
         else:
-            raise ValueError(f"MPIPAR_FAULT={text!r}: {item!r} is not understood: valid are rank=, step= and code= with a "
-                             f"number, and point= with one of {', '.join(POINTS)}")
+            raise ValueError(
+                f"MPIPAR_FAULT={text!r}: {item!r} is not understood: valid are rank=, step= and code= with a "
+                f"number, and point= with one of {', '.join(POINTS)}"
+            )
     return kind, keys
 
 
@@ -50,7 +53,8 @@ def check():
 
 
 def inject(point="step", *, step=None, rank=None):
-    """Fail here if MPIPAR_FAULT says so. rank: of this process, as the launcher gave it where it is not given."""
+    """Fail here if MPIPAR_FAULT says so. rank: of this process, as the launcher gave it where it is not
+    given."""
     fault = parse(os.environ.get("MPIPAR_FAULT", ""))
     if fault is None:
         return

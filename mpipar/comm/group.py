@@ -5,28 +5,29 @@
     pending = group.all_reduce_start(x)   # ... compute ...
     pending.wait()
 
-All ranks of a group call the same operations in the same order, with arrays of one dtype, and of one shape unless an
-operation says otherwise. Arrays may have any strides (a transposed or sliced view too) and any size, also none. Types:
-float32, float64, integers, bool. `root`, `to` and `source` count the ranks of the group from 0. A group of one rank
-returns the very array it was given and needs no MPI. Operations: lecture 1, sections 1.2 and 1.4; `op` is "sum",
-"mean" (floats only), "min" or "max". A TypeError or ValueError is raised before anything is sent where this rank can
-see that the call is wrong; what only the ranks together could see (a shape that differs) is not checked.
+All ranks of a group call the same operations in the same order, with arrays of one dtype, and of one shape
+unless an operation says otherwise. Arrays may have any strides (a transposed or sliced view too) and any
+size, also none. Types: float32, float64, integers, bool. `root`, `to` and `source` count the ranks of the
+group from 0. A group of one rank returns the very array it was given and needs no MPI. Operations: lecture 1,
+sections 1.2 and 1.4; `op` is "sum", "mean" (floats only), "min" or "max". A TypeError or ValueError is raised
+before anything is sent where this rank can see that the call is wrong; what only the ranks together could see
+(a shape that differs) is not checked.
 """
 import time
 
 from mpipar.comm import collectives
 from mpipar.comm.pending import Pending
 
-# For every open group, by its key, how many collective calls this rank has made: [number]. The guard tells the other
-# ranks, so that one of them can know that it waits for a call that will never be made.
+# For every open group, by its key, how many collective calls this rank has made: [number]. The guard tells
+# the other ranks, so that one of them can know that it waits for a call that will never be made.
 call_counts = {}
 
 
 class Group:
     """Ranks that communicate. Made by `Mesh`; `Group()` alone is a group of one.
 
-    name: of the axis, for messages and records. rank, size: of this rank in the group and of the group. ranks: where
-    the members stand in the mesh. single_node: whether all of them share a node.
+    name: of the axis, for messages and records. rank, size: of this rank in the group and of the group.
+    ranks: where the members stand in the mesh. single_node: whether all of them share a node.
     """
 
     def __init__(self, name="alone", comm=None, *, ranks=(0,), single_node=True, members=None, key=0):
@@ -64,38 +65,38 @@ class Group:
     def all_gather(self, x, axis=0, sizes=None, out=None):
         """All ranks' parts, joined along `axis` in the order of the ranks, on every rank.
 
-        The parts have one shape, or lengths `sizes` (one a rank, the same list everywhere) along the axis. Into `out`
-        where it is given, else a new array.
+        The parts have one shape, or lengths `sizes` (one a rank, the same list everywhere) along the axis.
+        Into `out` where it is given, else a new array.
         """
         return self._run(collectives.all_gather(self, x, axis, sizes, out))
 
     def reduce_scatter(self, x, axis=0, op="sum", sizes=None, out=None):
-        """The sum (mean, ...) of x over the ranks, cut along `axis`: rank i returns part i. x is left as it is.
+        """The sum (mean, ...) of x over the ranks, cut along `axis`: rank i returns part i.
 
-        The parts are equal (ValueError if the length does not divide), or have lengths `sizes`.
+        x is left as it is. The parts are equal (ValueError if the length does not divide), or as `sizes` says.
         """
         return self._run(collectives.reduce_scatter(self, x, axis, op, sizes, out))
 
     def gather(self, x, root=0, axis=0, sizes=None):
-        """All ranks' parts joined along `axis`, a new array at the root; None elsewhere. `sizes` as in all_gather."""
+        """All ranks' parts joined along `axis`, a new array at the root; None elsewhere. See all_gather."""
         return self._run(collectives.gather(self, x, root, axis, sizes))
 
     def scatter(self, x=None, root=0, axis=0, sizes=None, *, out=None, shape=None, dtype=None):
         """Root's x, cut along `axis`: rank i returns part i.
 
-        The root gives x. The others give `out` (written and returned), or `shape` and `dtype` of their part. The parts
-        are equal, or have lengths `sizes` (the same list on every rank).
+        The root gives x. The others give `out` (written and returned), or `shape` and `dtype` of their part.
+        The parts are equal, or have lengths `sizes` (the same list on every rank).
         """
         return self._run(collectives.scatter(self, x, root, axis, sizes, out, shape, dtype))
 
     def all_to_all(self, x, axis=0):
-        """x is cut into equal parts along `axis`; part i goes to rank i. Returns the received parts, joined along
-        `axis` in the order of the ranks they come from, as a new array of x's shape."""
+        """x is cut into equal parts along `axis`; part i goes to rank i. Returns the received parts, joined
+        along `axis` in the order of the ranks they come from, as a new array of x's shape."""
         return self._run(collectives.all_to_all(self, x, axis))
 
     def all_to_all_v(self, x, send_counts, receive_counts):
-        """all_to_all with parts that differ: the first send_counts[0] rows (of axis 0) go to rank 0, and so on;
-        receive_counts[i] rows come from rank i. Returns a new array of sum(receive_counts) rows."""
+        """all_to_all with parts that differ: the first send_counts[0] rows (of axis 0) go to rank 0, and so
+        on; receive_counts[i] rows come from rank i. Returns a new array of sum(receive_counts) rows."""
         return self._run(collectives.all_to_all_v(self, x, send_counts, receive_counts))
 
     def send(self, x, to, tag=0):

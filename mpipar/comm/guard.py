@@ -1,12 +1,14 @@
 """Nobody waits for a rank that will not come.
 
-Under plain MPI a job in which one rank fails hangs: the others stay in their collective for ever. `main` runs a
-command so that an exception, a `sys.exit`, a failing thread or an interrupt on one rank ends the whole job at once,
-with one traceback that names the rank. A script that makes a Mesh under mpirun gets the same by `install`, except
-that the code of its sys.exit cannot be seen. A rank that leaves early without an error is noticed by those who wait
-for it in a collective (or in a send or receive) of a Group; they end the job and say for whom they waited.
+Under plain MPI a job in which one rank fails hangs: the others stay in their collective for ever. `main` runs
+a command so that an exception, a `sys.exit`, a failing thread or an interrupt on one rank ends the whole job
+at once, with one traceback that names the rank. A script that makes a Mesh under mpirun gets the same by
+`install`, except that the code of its sys.exit cannot be seen. A rank that leaves early without an error is
+noticed by those who wait for it in a collective (or in a send or receive) of a Group; they end the job and
+say for whom they waited.
 
-SIGTERM and SIGUSR1 ask a command to stop (`stop_requested`); SIGUSR2 prints the stacks of all threads of a rank.
+SIGTERM and SIGUSR1 ask a command to stop (`stop_requested`); SIGUSR2 prints the stacks of all threads of a
+rank.
 """
 import atexit
 import contextlib
@@ -18,7 +20,7 @@ import threading
 import time
 import traceback
 
-from mpipar.comm import launcher
+from mpipar.comm import fault, launcher
 
 GRACE = 2.0             # seconds in which the ranks are expected to leave together
 _LOOK = 0.5             # seconds between two looks of the watcher
@@ -44,13 +46,14 @@ _guard = _Guard()
 def main(function, *arguments):
     """Run function(*arguments) as the whole program: ends the process with its exit code, and never returns.
 
-    The code is the function's result (None: 0) or that of sys.exit. A code other than 0 on some ranks only ends the
-    whole job with it. Call it before anything else is imported, and import inside the function, so that a failing
-    import is caught too.
+    The code is the function's result (None: 0) or that of sys.exit. A code other than 0 on some ranks only
+    ends the whole job with it. Call it before anything else is imported, and import inside the function, so
+    that a failing import is caught too.
     """
     try:
         with checking():
             install(signals=True)
+            fault.check()
         code = function(*arguments)
     except SystemExit as exit_:
         code = exit_.code
@@ -66,10 +69,10 @@ def main(function, *arguments):
 
 @contextlib.contextmanager
 def checking():
-    """For the checks before anything is allocated or written: a ValueError or OSError inside is the user's mistake.
+    """For the checks before anything is allocated or written: a ValueError or OSError is the user's mistake.
 
-    It ends the job with exit code 2 and one line, without a traceback: rank 0's, or if rank 0 sees nothing wrong,
-    the line of the lowest rank that does.
+    It ends the job with exit code 2 and one line, without a traceback: rank 0's, or if rank 0 sees nothing
+    wrong, the line of the lowest rank that does.
     """
     try:
         yield
@@ -82,15 +85,15 @@ def checking():
 
 
 def stop_requested():
-    """True once this rank has been asked to stop (SIGTERM or SIGUSR1). The ranks have to agree on it: all-reduce it."""
+    """True once this rank was asked to stop (SIGTERM, SIGUSR1). The ranks have to agree: all-reduce it."""
     return _guard.stop.is_set()
 
 
 def install(members=None, *, signals=False):
     """Guard this process against failures of this rank and of the others; a second call adds to the first.
 
-    members: the ranks (of the whole job) that are guarded too; default: all. signals: SIGTERM and SIGUSR1 set the
-    flag of `stop_requested`. ValueError if the launcher belongs to another MPI. No communication.
+    members: the ranks (of the whole job) that are guarded too; default: all. signals: SIGTERM and SIGUSR1 set
+    the flag of `stop_requested`. ValueError if the launcher belongs to another MPI. No communication.
     """
     if signals:
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -122,7 +125,8 @@ def install(members=None, *, signals=False):
 def start():
     """The module comm.mpi, with MPI started; None where mpi4py is not installed and there is one rank.
 
-    LauncherError (a ValueError) if the launcher belongs to another MPI. Uncaught, it is one line and exit code 2.
+    LauncherError (a ValueError) if the launcher belongs to another MPI. Uncaught, it is one line and exit
+    code 2.
     """
     try:
         try:
@@ -138,7 +142,7 @@ def start():
 
 
 def end_job(code, text):
-    """Print the text with this rank's name and end all ranks of the job with exit code `code`. From any thread."""
+    """Print the text with this rank's name and end the whole job with exit code `code`. From any thread."""
     notices = _guard.notices
     try:
         with contextlib.suppress(Exception):
@@ -163,7 +167,8 @@ def _only_the_lowest(code):
         notices.send(FAILED, code)
         for _ in range(20):
             time.sleep(0.01)
-            if any(rank < notices.rank and notice.kind == FAILED for rank, notice in notices.collect().items()):
+            failed = [rank for rank, notice in notices.collect().items() if notice.kind == FAILED]
+            if any(rank < notices.rank for rank in failed):
                 time.sleep(3)
                 break
 
@@ -191,7 +196,7 @@ def _report(error):
 
 
 def _refuse(text, *, everywhere):
-    """One line for the user, exit code 2 on every rank. everywhere: each rank sees it by itself, without MPI."""
+    """One line for the user, exit code 2 on every rank. everywhere: each sees it by itself, without MPI."""
     if _guard.notices is None and launcher.started()[0] > 1 and not everywhere:
         install()
     notices, line = _guard.notices, f"mpipar: error: {text}\n"
@@ -205,7 +210,8 @@ def _refuse(text, *, everywhere):
     _guard.left = True
     notices.send(REFUSED, 2)
     together = notices.wait(_guard.members, GRACE)
-    lower = [rank for rank, notice in notices.received.items() if notice.kind == REFUSED and rank < notices.rank]
+    refused = [rank for rank, notice in notices.received.items() if notice.kind == REFUSED]
+    lower = any(rank < notices.rank for rank in refused)
     if notices.rank > 0 and not lower:
         _print(line)
     if together:

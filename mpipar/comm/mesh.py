@@ -4,8 +4,8 @@
     mesh.tp.all_reduce(x)              # among the 2 ranks that share this rank's dp and pp coordinates
 
 `order` names the axes from the slowest to the fastest: with ("dp", "pp", "tp") neighbouring ranks are one
-tensor-parallel group, which is where most is sent, and so stay within a node. Every mesh has communicators of its
-own, so two meshes never mix their messages. Making one is a collective call.
+tensor-parallel group, which is where most is sent, and so stay within a node. Every mesh has communicators of
+its own, so two meshes never mix their messages. Making one is a collective call.
 """
 import contextlib
 import itertools
@@ -26,10 +26,11 @@ _serials = itertools.count()        # of the meshes of this process
 class Mesh:
     """`comm`'s ranks (default: all of the job) as dp x pp x tp; dp=None is what pp and tp leave.
 
-    dp, pp, tp: the groups of this rank along each axis. world: the group of all ranks of the mesh. ends: the first and
-    the last stage of this rank's pipeline (for tied weights), a group of one on the stages between. node: the ranks on
-    this node; `nodes` is the number of nodes, `ranks_on_node` the number of ranks here. rank, size: in the mesh. shape,
-    coordinates: dicts by axis. ValueError, with the valid values, where the sizes do not fit the ranks.
+    dp, pp, tp: the groups of this rank along each axis. world: the group of all ranks of the mesh. ends: the
+    first and the last stage of this rank's pipeline (for tied weights), a group of one on the stages between.
+    node: the ranks on this node; `nodes` is the number of nodes, `ranks_on_node` the number of ranks here.
+    rank, size: in the mesh. shape, coordinates: dicts by axis. ValueError, with the valid values, where the
+    sizes do not fit the ranks.
     """
 
     def __init__(self, comm=None, *, dp=None, pp=1, tp=1, order=AXES):
@@ -40,7 +41,7 @@ class Mesh:
         shape = fit(1 if comm is None else comm.Get_size(), {"dp": dp, "pp": pp, "tp": tp})
         if comm is not None and comm.Get_size() > 1:
             from mpipar.comm import mpi
-            if type(comm) is mpi.MPI.Intracomm:     # a class of its own (the tests') has its own way with failures
+            if type(comm) is mpi.MPI.Intracomm:     # another class (the tests') has its own way with failures
                 guard.install(_ranks_of_job(comm))
         self._arrange(comm, shape, order)
 
@@ -64,8 +65,10 @@ class Mesh:
         self.nodes = len(nodes)
         self.world = self._group(comm, "world", [list(range(self.size))])
         self.dp, self.pp, self.tp = (self._group(comm, axis, self.groups(axis)) for axis in AXES)
-        self.ends = self._group(comm, "ends", [sorted({stages[0], stages[-1]}) for stages in self.groups("pp")])
-        self.node = self._group(comm, "node", [[r for r in range(self.size) if self._node_of[r] == n] for n in nodes])
+        ends = [sorted({stages[0], stages[-1]}) for stages in self.groups("pp")]
+        self.ends = self._group(comm, "ends", ends)
+        neighbours = [[r for r in range(self.size) if self._node_of[r] == node] for node in nodes]
+        self.node = self._group(comm, "node", neighbours)
         self.ranks_on_node = self.node.size
 
     def __repr__(self):
@@ -86,7 +89,7 @@ class Mesh:
         return rows.tolist()
 
     def first_on_node(self, function):
-        """function() on one rank of each node, then on the others of the node; returns its result on every rank.
+        """function() on one rank of each node, then on the others of the node; its result, on every rank.
 
         For work that the first leaves behind for the others, such as a cache of compiled code.
         """
@@ -118,7 +121,7 @@ class Mesh:
                 outer.entries.extend(log.entries)
 
     def close(self):
-        """Free the communicators; a collective call. The job's end frees them too: needed where many meshes are made."""
+        """Free the communicators; a collective call. For programs with many meshes: MPI has some 2,000."""
         for group in self._all_groups():
             group.close()
 
@@ -126,7 +129,7 @@ class Mesh:
         return [self.world, self.dp, self.pp, self.tp, self.ends, self.node]
 
     def _group(self, comm, name, members):
-        """This rank's group among `members` (lists of ranks, none twice); a group of one where it is in none."""
+        """This rank's group among `members` (lists of ranks, none twice); of one rank where it is in none."""
         index = next((i for i, ranks in enumerate(members) if self.rank in ranks), None)
         ranks = [self.rank] if index is None else members[index]
         own = None
@@ -138,7 +141,7 @@ class Mesh:
                     own.Free()
                 own = None
             elif type(own) is not type(comm):
-                own = type(comm)(own)           # a communicator class of its own, as in the tests, stays that class
+                own = type(comm)(own)  # a communicator class of its own, as in the tests, stays that class
         members = [self._members[r] for r in ranks]
         key = self._serial << 40 | next(self._keys) << 32 | min(members)
         return Group(name, own, ranks=ranks, single_node=len({self._node_of[r] for r in ranks}) == 1,
@@ -148,25 +151,33 @@ class Mesh:
 def check_order(order):
     """ValueError unless `order` names every axis once."""
     if sorted(order) != sorted(AXES):
-        raise ValueError(f"order={','.join(order)} is not an order of the axes: it names each of {', '.join(AXES)} once, "
-                         f"slowest first, as in {','.join(AXES)}")
+        raise ValueError(
+            f"order={','.join(order)} is not an order of the axes: it names each of {', '.join(AXES)} once, "
+            f"slowest first, as in {','.join(AXES)}"
+        )
 
 
 def fit(ranks, sizes):
     """The sizes with the one that is None filled in; ValueError where their product is not `ranks`."""
     for axis, size in sizes.items():
-        if size is not None and (not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 1):
+        whole = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+        if size is not None and not (whole and size >= 1):
             raise ValueError(f"{axis}={size} is no size of an axis: a whole number, 1 or more, is needed")
     given = {axis: int(size) for axis, size in sizes.items() if size is not None}
     filled = [axis for axis in sizes if axis not in given]
     product = math.prod(given.values())
     if not filled and product != ranks:
         text, values = "*".join(sizes), "*".join(map(str, sizes.values()))
-        raise ValueError(f"{text} = {values} = {product}, but there are {ranks} ranks: the product has to be {ranks}")
+        raise ValueError(
+            f"{text} = {values} = {product}, but there are {ranks} ranks: the product has to be {ranks}"
+        )
     for axis, size in given.items():
         rest = math.prod(n for other, n in given.items() if other != axis)
         if ranks % size:
-            raise ValueError(f"{axis}={size} does not divide {ranks} rank{'s' * (ranks > 1)}: {axis} can be {_list(_divisors(ranks))}")
+            raise ValueError(
+                f"{axis}={size} does not divide {ranks} rank{'s' * (ranks > 1)}: "
+                f"{axis} can be {_list(_divisors(ranks))}"
+            )
         if ranks % (rest * size) and ranks % rest == 0:
             raise ValueError(f"{axis}={size} does not fit {ranks} ranks beside "
                              f"{' and '.join(f'{a}={n}' for a, n in given.items() if a != axis and n > 1)}: "
@@ -198,7 +209,7 @@ def _ranks_of_job(comm):
 def _nodes_of_ranks(comm):
     """For each rank the lowest rank that shares its node.
 
-    MPIPAR_RANKS_PER_NODE=k makes k neighbouring ranks count as one node: several nodes on one machine, for tests.
+    MPIPAR_RANKS_PER_NODE=k makes k neighbouring ranks count as one node, for tests on one machine.
     """
     if comm is None:
         return [0]

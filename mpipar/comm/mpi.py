@@ -1,7 +1,7 @@
 """The one place that imports mpi4py. Importing it starts MPI, with the settings of launcher.py.
 
-LauncherError (a ValueError) if the launcher is Open MPI's and the library is not: such a library may end the process
-itself when it starts.
+LauncherError (a ValueError) if the launcher is Open MPI's and the library is not: such a library may end the
+process itself when it starts.
 """
 import os
 import warnings
@@ -16,7 +16,9 @@ def _load():
     os.environ.update(launcher.settings())
     mpi4py.rc.initialize, mpi4py.rc.finalize = False, True      # started below, ended at exit
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)         # of a suspicious launcher: `check_launcher` says more
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # of a suspicious launcher: `check_launcher` says more
         from mpi4py import MPI
         if not MPI.Is_initialized():
             launcher.check_family(_name(MPI.Get_library_version()))
@@ -26,7 +28,9 @@ def _load():
 
 def _name(text):
     text = text.replace("\x00", "").strip()
-    return "MPICH " + text.split()[2] if text.startswith("MPICH Version") else text.split(",")[0].split("\n")[0]
+    return (
+        "MPICH " + text.split()[2] if text.startswith("MPICH Version") else text.split(",")[0].split("\n")[0]
+    )
 
 
 MPI = _load()
@@ -64,7 +68,8 @@ def max_count(environ=os.environ):
 
 
 def synchronous_sends(environ=os.environ):
-    """True where MPIPAR_SYNC_SEND asks that every send waits for its receive, which shows latent deadlocks."""
+    """True where MPIPAR_SYNC_SEND asks that every send waits for its receive, which shows latent
+    deadlocks."""
     text = environ.get("MPIPAR_SYNC_SEND", "")
     if text not in ("", "0", "1"):
         raise ValueError(f"MPIPAR_SYNC_SEND={text!r}: valid are 0 and 1")

@@ -1,7 +1,8 @@
 """Short messages between the ranks of the job about leaving it, outside of every group.
 
-They are what lets a rank that is stuck in a collective learn that another will never come. A notice is an array of
-int64: kind, exit code, then for every group of the sender its key and how many collective calls it has made there.
+They are what lets a rank that is stuck in a collective learn that another will never come. A notice is an
+array of int64: kind, exit code, then for every group of the sender its key and how many collective calls it
+has made there.
 """
 import threading
 import time
@@ -12,7 +13,7 @@ from mpipar.comm.group import call_counts
 
 LEFT, REFUSED, FAILED = 0, 1, 2
 _TAG = 32767
-_MOST = 1000        # groups told of in one notice, the latest; without the others only the diagnosis is weaker
+_MOST = 1000  # groups told of in one notice, the latest; without the others only the diagnosis is weaker
 
 
 class Notice:

@@ -8,8 +8,9 @@ _abandoned = []
 class Pending:
     """What `..._start` returns. The arrays of the call may be neither written nor read before it is finished.
 
-    `wait()` returns what the blocking form returns. `test()` says whether it is finished and never blocks. MPI moves
-    most messages only inside MPI calls, so a pending operation progresses in `wait`, in `test`, and in other calls.
+    `wait()` returns what the blocking form returns. `test()` says whether it is finished and never blocks.
+    MPI moves most messages only inside MPI calls, so a pending operation progresses in `wait`, in `test`, and
+    in other calls.
     """
 
     __slots__ = ("_requests", "plan", "_entry", "group", "__weakref__")

@@ -1,26 +1,28 @@
 """What was sent: a record of every call of a mesh's groups, off unless asked for.
 
-Bytes are counted as a ring would send them, whatever the MPI library does inside, so that they can be compared with
-the formulas of the lectures. n is the bytes of the whole array, P the ranks of the group, `sent` what one rank sends:
+Bytes are counted as a ring would send them, whatever the MPI library does inside, so that they can be
+compared with the formulas of the lectures. n is the bytes of the whole array, P the ranks of the group,
+`sent` what one rank sends:
 
     all_reduce      2 (P-1)/P n     a reduce-scatter and an all-gather; n: the array
     reduce_scatter    (P-1)/P n     n: the array that is reduced (P parts)
     all_gather        (P-1)/P n     n: the gathered array
     all_to_all        (P-1)/P n     n: the array that is divided; all_to_all_v: the rows that leave this rank
-    broadcast                 n     passed along the ring from the root; the last rank before the root sends nothing
+    broadcast                 n     passed along the ring from the root; the rank before it sends nothing
     reduce                    n     passed along the ring to the root, which sends nothing
     scatter           (P-1)/P n     sent by the root alone; with uneven parts, all parts but its own
     gather                    n     n: this rank's part; the root sends nothing
     send                      n     the array; recv and barrier send nothing
 """
+
 import dataclasses
 import time
 
 
 @dataclasses.dataclass
 class Entry:
-    """One call. `bytes`: of the whole array as in the table above; `sent`: by this rank; `seconds`: spent by this
-    rank inside the call (of a started one: inside `start`, `test` and `wait` together)."""
+    """One call. `bytes`: of the whole array as in the table above; `sent`: by this rank; `seconds`: spent by
+    this rank inside the call (of a started one: inside `start`, `test` and `wait` together)."""
 
     operation: str
     group: str

@@ -13,8 +13,8 @@ _WAITING = {Group._run.__code__: Group, Pending.wait.__code__: Pending}
 def watch(notices, closing, look, patience, end_job):
     """Look every `look` seconds until `closing` is set; call end_job(code, text) where a wait can never end.
 
-    A collective never ends for want of a rank that has left with fewer calls in that group. A send or receive is
-    given up when its partner left and it has not moved for `patience` seconds.
+    A collective never ends for want of a rank that has left with fewer calls in that group. A send or receive
+    is given up when its partner left and it has not moved for `patience` seconds.
     """
     since = {}
     while not closing.wait(look):
@@ -32,19 +32,25 @@ def watch(notices, closing, look, patience, end_job):
                 missing = [peer] if peer in left and now - since[wait] > patience else []
             if missing:
                 code = left[missing[0]].code
-                end_job(code or 1, f"waits in {operation} of group {group.name} for rank {', '.join(map(str, missing))}, "
-                                   "which left the program early" + (f" with exit code {code}" if code else ""))
+                end_job(
+                    code or 1,
+                    f"waits in {operation} of group {group.name} for rank {', '.join(map(str, missing))}, "
+                    "which left the program early" + (f" with exit code {code}" if code else ""),
+                )
 
 
 def _waits():
-    """What the threads of this process are waiting for: (thread and frame, group, operation, number of call, peer)."""
+    """What the threads of this process are waiting for: (thread and frame, group, operation, number of call,
+    peer)."""
     me = threading.get_ident()
     for thread, frame in sys._current_frames().items():
         while thread != me and frame is not None:
             if frame.f_code in _WAITING:
                 values = frame.f_locals
                 owner = values["self"]
-                group, plan = (owner, values["plan"]) if isinstance(owner, Group) else (owner.group, owner.plan)
+                group, plan = (
+                    (owner, values["plan"]) if isinstance(owner, Group) else (owner.group, owner.plan)
+                )
                 peer = None if plan.peer is None else group.members[plan.peer]
                 yield (thread, id(frame)), group, plan.operation, plan.number, peer
                 break

@@ -1,7 +1,8 @@
 """Causal attention without the T x T matrix: tiles of it are made, used and forgotten. Meaning: `plain.py`.
 
-Dao, Fu, Ermon, Rudra and Re, "FlashAttention", 2022: a running maximum and sum of each row's exponentials make the
-softmax exact over tiles; the backward pass makes each tile's probabilities again from the saved log of those sums.
+Dao, Fu, Ermon, Rudra and Re, "FlashAttention", 2022: a running maximum and sum of each row's exponentials
+make the softmax exact over tiles; the backward pass makes each tile's probabilities again from the saved log
+of those sums.
 """
 import math
 
@@ -20,8 +21,9 @@ from .wide import wide_vectors
 def attention_forward(q, k, v, out, lse):
     """out = softmax(q k^T / sqrt(hd)) v, causal; lse[b, h, t] is the log of the softmax's denominator.
 
-    q, k, v, out: [B, T, H, hd], float32 or float64, unit stride in hd and any other strides, so that slices of one
-    [B, T, 3, H, hd] array serve as they are; lse: [B, H, T], C-contiguous. Extra memory: O(T hd) for each thread."""
+    q, k, v, out: [B, T, H, hd], float32 or float64, unit stride in hd and any other strides, so that slices
+    of one [B, T, 3, H, hd] array serve as they are; lse: [B, H, T], C-contiguous. Extra memory: O(T hd) for
+    each thread."""
     dtype = same_dtype(q, k, v, out, lse)
     B, T, H, width = _check(lse, q, k, v, out)
     heads = [_Heads(x) for x in (q, k, v)] + [_Heads(out, written=True)]
@@ -52,14 +54,17 @@ def warm(dtype):
 
 
 class _Heads:
-    """A [B, T, H, hd] view as flat memory, of which `at(b, h)` is the part from the first number of one head on."""
+    """A [B, T, H, hd] view as flat memory, of which `at(b, h)` is the part from the first number of one head
+    on."""
 
     def __init__(self, x, *, written=False):
         size = x.itemsize
-        plain = x.size == 0 or x.flags.writeable and all(step >= 0 and step % size == 0 for step in x.strides) and (
-            x.strides[3] == size or x.shape[3] < 2)
+        plain = x.size == 0 or (
+            x.flags.writeable and all(step >= 0 and step % size == 0 for step in x.strides)
+            and (x.strides[3] == size or x.shape[3] < 2))
         if written and not plain:
-            raise ValueError(f"a result of attention has strides {x.strides}: give a writable view of unit stride in hd")
+            raise ValueError(f"a result of attention has strides {x.strides}: "
+                             "give a writable view of unit stride in hd")
         if not plain:
             x = np.array(x, order="C")
         length = 1 + sum((n - 1) * step // size for n, step in zip(x.shape, x.strides)) if x.size else 0
@@ -82,13 +87,13 @@ def _check(lse, *heads):
 
 @jit
 def _forward_head(q, k, v, out, lse, q_row, k_row, v_row, out_row, width, factor):
-    # Tiles stand transposed, [keys, queries]: the softmax then runs along vectors of queries without any sum across a
-    # vector, and the probabilities are the right operand of O^T = V^T P^T just where they lie.
+    # Tiles stand transposed, [keys, queries]: the softmax then runs along vectors of queries without any sum
+    # across a vector, and the probabilities are the right operand of O^T = V^T P^T just where they lie.
     tokens = lse.size
     zero = q.dtype.type(0)
     size, panel = size_of(zero), 2 * lanes(zero)
     step = BLOCK * size
-    begin, no = np.int64(0), np.bool_(False)  # of the types that variables have: a constant would be compiled for anew
+    begin, no = np.int64(0), np.bool_(False)  # not constants: those would be compiled for anew
     wide = -(-width // panel) * panel
     keys, values = aligned(q, tokens * width + panel), aligned(q, tokens * width + panel)
     queries = aligned(q, BLOCK * width + panel)
@@ -98,8 +103,9 @@ def _forward_head(q, k, v, out, lse, q_row, k_row, v_row, out_row, width, factor
     keys_at, values_at, scores_at, sums_at = address(keys), address(values), address(scores), address(sums)
     for j0 in range(0, tokens, BLOCK):
         n = min(BLOCK, tokens - j0)
-        pack_lines(zero, address(k) + j0 * k_row * size, k_row * size, size, n, width, keys_at + j0 * width * size)
-        pack_lines(zero, address(v) + j0 * v_row * size, size, v_row * size, width, n, values_at + j0 * width * size)
+        at, k_step, v_step = j0 * width * size, k_row * size, v_row * size
+        pack_lines(zero, address(k) + j0 * k_step, k_step, size, n, width, keys_at + at)
+        pack_lines(zero, address(v) + j0 * v_step, size, v_step, width, n, values_at + at)
     for i0 in range(0, tokens, BLOCK):
         rows = min(BLOCK, tokens - i0)
         pack_columns(zero, address(q) + i0 * q_row * size, q_row * size, size, rows, width, address(queries))
@@ -114,8 +120,9 @@ def _forward_head(q, k, v, out, lse, q_row, k_row, v_row, out_row, width, factor
             for i in range(0, rows, panel):
                 columns = min(panel, rows - i)
                 seen = min(n, i + columns) if diagonal else n
-                column_of_tiles(zero, keys_at + at, width, n, begin, seen, address(queries) + i * width * size,
-                                panel * size, scores_at + i * size, step, columns, begin, width, no)
+                column_of_tiles(zero, keys_at + at, width, n, begin, seen,
+                                address(queries) + i * width * size, panel * size,
+                                scores_at + i * size, step, columns, begin, width, no)
             if _softmax_tile(scores, rows, n, diagonal, largest, total, shrink) and adding:
                 for d in range(width):
                     line = sums[d * BLOCK:d * BLOCK + rows]
@@ -140,10 +147,12 @@ def _forward_head(q, k, v, out, lse, q_row, k_row, v_row, out_row, width, factor
 def _softmax_tile(scores, rows, keys, diagonal, largest, total, shrink):
     """scores[keys, rows] become exponentials relative to the running maximum, total their running sum.
 
-    shrink[i] = exp(old maximum - new one), by which earlier sums are to be multiplied; returns whether any is not 1."""
+    shrink[i] = exp(old maximum - new one), by which earlier sums are to be multiplied; returns whether any is
+    not 1."""
     stand_alone(scores.dtype.type(0))
     wide_vectors()
-    # Columns beyond `rows`, up to the end of a whole row, hold nothing that is used: they keep the loops free of remainders.
+    # Columns beyond `rows`, up to the end of a whole row, hold nothing that is used: they keep the loops free
+    # of remainders.
     count = BLOCK if rows > BLOCK // 2 else rows
     masked = scores.dtype.type(-np.inf)
     top, sums = largest[:count], total[:count]

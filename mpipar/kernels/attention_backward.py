@@ -9,18 +9,19 @@ from .wide import wide_vectors
 
 
 @jit
-def backward_head(q, k, v, out, dout, dq, dk, dv, lse, q_row, k_row, v_row, out_row, dout_row, dq_row, dk_row, dv_row,
-                  width, factor):
-    """dq, dk, dv of one head; arrays from the head's first number on, tokens `*_row` elements apart; lse: [T]."""
+def backward_head(q, k, v, out, dout, dq, dk, dv, lse, q_row, k_row, v_row, out_row, dout_row, dq_row, dk_row,
+                  dv_row, width, factor):
+    """dq, dk, dv of one head; arrays from the head's first number on, tokens `*_row` elements apart; lse:
+    [T]."""
     # P = exp(S - lse), O = P V:  dV = P^T dO,  dP = dO V^T,  dS = P (dP - delta), delta = rowsum(dO O)
     # S = Q K^T / sqrt(hd):       dQ = dS K / sqrt(hd),  dK = dS^T Q / sqrt(hd)
-    # Tiles are [queries, keys]: P and dS are right operands, where they lie, of dV^T = dO^T P and dK^T = Q^T dS.
-    # Only dQ needs dS packed.
+    # Tiles are [queries, keys]: P and dS are right operands, where they lie, of dV^T = dO^T P and dK^T = Q^T
+    # dS. Only dQ needs dS packed.
     tokens = lse.size
     zero = q.dtype.type(0)
     size, panel = size_of(zero), 2 * lanes(zero)
     step = BLOCK * size
-    begin, no = np.int64(0), np.bool_(False)  # of the types that variables have: a constant would be compiled for anew
+    begin, no = np.int64(0), np.bool_(False)  # not constants: those would be compiled for anew
     wide = -(-width // panel) * panel
     whole = tokens * width + panel
     query_rows, dout_rows = aligned(q, whole), aligned(q, whole)  # lines: tokens, for S and dP
@@ -55,23 +56,26 @@ def backward_head(q, k, v, out, dout, dq, dk, dv, lse, q_row, k_row, v_row, out_
             for j in range(0, n, panel):
                 columns, first = min(panel, n - j), j if diagonal else 0
                 column_of_tiles(zero, address(query_rows) + at, width, rows, first, rows,
-                                address(keys) + j * width * size, panel * size, p_at + j * size, step, columns, begin, width,
-                                no)
+                                address(keys) + j * width * size, panel * size,
+                                p_at + j * size, step, columns, begin, width, no)
                 column_of_tiles(zero, address(dout_rows) + at, width, rows, first, rows,
-                                address(values) + j * width * size, panel * size, ds_at + j * size, step, columns, begin,
-                                width, no)
+                                address(values) + j * width * size, panel * size,
+                                ds_at + j * size, step, columns, begin, width, no)
             _differentiate_tile(tile_p, tile_ds, rows, n, diagonal, lse[i0:], delta[i0:], factor)
             for j in range(0, n, panel):
                 columns, first = min(panel, n - j), j if diagonal else 0
-                column_of_tiles(zero, address(dout_columns) + at, rows, width, begin, width, p_at + first * step + j * size,
-                                step, address(sum_v) + j * size, step, columns, first, rows - first, adding)
+                seen, below = rows - first, first * step + j * size
+                column_of_tiles(zero, address(dout_columns) + at, rows, width, begin, width,
+                                p_at + below, step, address(sum_v) + j * size, step, columns, first, seen,
+                                adding)
                 column_of_tiles(zero, address(query_columns) + at, rows, width, begin, width,
-                                ds_at + first * step + j * size, step, address(sum_k) + j * size, step, columns, first,
-                                rows - first, adding)
+                                ds_at + below, step, address(sum_k) + j * size, step, columns, first, seen,
+                                adding)
             pack_lines(zero, ds_at, step, size, rows, n, address(packed_ds))
             for d in range(0, width, panel):
-                column_of_tiles(zero, address(packed_ds), n, rows, begin, rows, address(key_rows) + d * n * size,
-                                panel * size, address(dq) + (i0 * dq_row + d) * size, dq_row * size,
+                column_of_tiles(zero, address(packed_ds), n, rows, begin, rows,
+                                address(key_rows) + d * n * size, panel * size,
+                                address(dq) + (i0 * dq_row + d) * size, dq_row * size,
                                 min(panel, width - d), begin, n, j0 > 0)
         write_transposed(zero, address(sum_k), step, width, n, work, dk[j0 * dk_row:], dk_row)
         write_transposed(zero, address(sum_v), step, width, n, work, dv[j0 * dv_row:], dv_row)

@@ -1,9 +1,10 @@
 """Where compiled kernels are kept, and the decorator that compiles them.
 
-Numba's own cache knows a function by the source file it stands in: a helper edited in another file goes unnoticed, and two
-processes that fill an empty cache with different types at once can swap their code, because both number their files from one.
-So kernels use a store of their own: one directory for each state of all kernel sources, compiler versions and CPU, and in it
-one file for each function and signature, written under another name and then renamed.
+Numba's own cache knows a function by the source file it stands in: a helper edited in another file goes
+unnoticed, and two processes that fill an empty cache with different types at once can swap their code,
+because both number their files from one. So kernels use a store of their own: one directory for each state of
+all kernel sources, compiler versions and CPU, and in it one file for each function and signature, written
+under another name and then renamed.
 """
 
 import functools
@@ -28,15 +29,17 @@ from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
+UNRELATED = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS")  # environment of Numba that changes no code
 KEEP_STATES = 8  # directories of older states that stay beside the present one
 
 
 def jit(function=None, *, fastmath=False, inline=False):
     """Compiles a kernel in Numba's no-Python mode on its first call; the code is kept in this module's store.
 
-    The GIL is released, division by zero gives inf as in NumPy, indices are not checked. fastmath: False, True or a set of
-    LLVM flags. inline: for a helper of one or two kernels; it becomes part of its callers and is never compiled by itself,
-    which saves compile time. Use as `@jit` or `@jit(fastmath=...)`, on functions of a module (not on closures).
+    The GIL is released, division by zero gives inf as in NumPy, indices are not checked. fastmath: False,
+    True or a set of LLVM flags. inline: for a helper of one or two kernels; it becomes part of its callers
+    and is never compiled by itself, which saves compile time. Use as `@jit` or `@jit(fastmath=...)`, on
+    functions of a module (not on closures).
     """
     if function is None:
         return functools.partial(jit, fastmath=fastmath, inline=inline)
@@ -53,7 +56,7 @@ def compiled_count() -> int:
 
 
 def cache_directory() -> Path | None:
-    """The directory of the present state, made if need be; None (after one warning) when no place can be written."""
+    """The directory of the present state, made if need be; None (with one warning) if none can be written."""
     return _state.directory()
 
 
@@ -64,9 +67,10 @@ def source_key() -> str:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     features = sorted(name for name, on in llvm.get_host_cpu_features().items() if on)
     switches = sorted(item for item in os.environ.items()
-                      if item[0].startswith("NUMBA_") and item[0] not in ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS"))
-    digest.update(repr((numba.__version__, llvmlite.__version__, np.__version__, sys.version, platform.machine(),
-                        llvm.get_host_cpu_name(), features, switches)).encode())
+                      if item[0].startswith("NUMBA_") and item[0] not in UNRELATED)
+    versions = numba.__version__, llvmlite.__version__, np.__version__, sys.version
+    machine = platform.machine(), llvm.get_host_cpu_name(), features
+    digest.update(repr((versions, machine, switches)).encode())
     return digest.hexdigest()[:24]
 
 
@@ -91,7 +95,8 @@ class _State:
     def warn(self, text):
         if not self.warned:
             self.warned = True
-            warnings.warn(f"mpipar: {text}; kernels are compiled anew in every process", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"mpipar: {text}; kernels are compiled anew in every process", RuntimeWarning,
+                          stacklevel=2)
 
     def give_up(self, error):
         """Stops using the store after a failed write (a full disk, a directory that was taken away)."""
@@ -165,7 +170,8 @@ class _FunctionStore(NullCache):
 
     def __init__(self, function, options):
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
-        self.identity = (function.__module__, function.__qualname__, function.__code__.co_firstlineno, options)
+        line = function.__code__.co_firstlineno
+        self.identity = (function.__module__, function.__qualname__, line, options)
         assert function.__closure__ is None, f"{self.name}: a kernel may not be a closure"
 
     @property
@@ -198,7 +204,8 @@ class _FunctionStore(NullCache):
         directory = _state.directory()
         if directory is None:
             return
-        assert not data.lifted and not data.library.has_dynamic_globals, f"{self.name} holds addresses of this process"
+        fixed = not data.lifted and not data.library.has_dynamic_globals
+        assert fixed, f"{self.name} holds addresses of this process"
         raw = dumps(data._reduce())
         path = self._path(directory, sig, data.codegen)
         part = path.with_suffix(f".{uuid.uuid4().hex}.part")

@@ -1,4 +1,5 @@
-"""Sums of activations, biases and residuals, and the gradient of a bias. The meaning of each function is in `plain.py`."""
+"""Sums of activations, biases and residuals, and the gradient of a bias. The meaning of each function is in
+`plain.py`."""
 import numpy as np
 
 from .cache import jit
@@ -91,7 +92,7 @@ def warm(dtype):
 
 def _check_bias(x, bias):
     if bias.shape != x.shape[-1:]:
-        raise ValueError(f"a bias of shape {bias.shape} for activations of {x.shape}: give one of {x.shape[-1:]}")
+        raise ValueError(f"a bias of {bias.shape} for activations of {x.shape}: give one of {x.shape[-1:]}")
     return bias.size
 
 

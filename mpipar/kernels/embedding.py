@@ -70,7 +70,8 @@ def _check(tokens, table, rows):
 
 def _positions_of(x, positions):
     if x.ndim != 3 or positions.ndim != 2 or positions.shape[1] != x.shape[2] or len(positions) < x.shape[1]:
-        raise ValueError(f"activations {x.shape} need positions of at least {x.shape[1:]}, not {positions.shape}")
+        raise ValueError(f"activations {x.shape} need positions of at least {x.shape[1:]}, "
+                         f"not {positions.shape}")
     return positions[:x.shape[1]]
 
 

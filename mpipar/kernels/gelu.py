@@ -38,7 +38,8 @@ def gelu_backward(x, dy, dx, *, form="erf"):
         parallel_for(_erf_backward_in_place if form == "erf" else _tanh_backward_in_place,
                      [(a[cut], y[cut]) for cut in cuts])
     else:
-        parallel_for(_erf_backward if form == "erf" else _tanh_backward, [(a[cut], d[cut], y[cut]) for cut in cuts])
+        parallel_for(_erf_backward if form == "erf" else _tanh_backward,
+                     [(a[cut], d[cut], y[cut]) for cut in cuts])
     return dx
 
 
@@ -52,8 +53,8 @@ def warm(dtype):
         gelu_backward(x, x.copy(), y, form=form)
 
 
-# A loop over two arrays that are one in memory would fail the compiler's overlap test at run time and run as scalars;
-# hence a second loop for results written in place.
+# A loop over two arrays that are one in memory would fail the compiler's overlap test at run time and run as
+# scalars; hence a second loop for results written in place.
 
 @inlined(fastmath=VECTOR_FLAGS)
 def _erf_value(x):
@@ -70,7 +71,8 @@ def _erf_slope(x, inverse_root):
 
 @inlined(fastmath=VECTOR_FLAGS)
 def _sigmoid_parts(x, c, a, one):
-    """(s, 1 - s, u') with s = 1 / (1 + exp(-u)), u = 2 c (x + a x^3): (1 + tanh(u / 2)) / 2, without cancellation."""
+    """(s, 1 - s, u') with s = 1 / (1 + exp(-u)), u = 2 c (x + a x^3): (1 + tanh(u / 2)) / 2, without
+    cancellation."""
     square = x * x
     e = exp(-c * x * (one + a * square))
     s = one / (one + e)

@@ -1,7 +1,7 @@
 """The blocked product in compiled code: loops over blocks that fit the caches, around the register kernel.
 
-While tiles are computed, the cache lines that the next panels come from are asked for, one with each step of k; without that,
-packing waits for memory.
+While tiles are computed, the cache lines that the next panels come from are asked for, one with each step of
+k; without that, packing waits for memory.
 """
 
 from .cache import jit
@@ -9,20 +9,28 @@ from .gemm_pack import pack_panel
 from .vector import TILE_ROWS, address, lanes, load, size_of, store, tile_ahead
 
 LINE = 64  # bytes of a cache line
+GAP = 64  # bytes between panels of A: packing writes up to a vector beyond each
+GROUP = 4  # panels of B that are packed together
+# Where lines lie side by side, each step of k is a short piece of a far row. So several panels are packed
+# together, STRIP steps at a time: each piece of memory is then read once and as a whole, also where rows a
+# power of two apart share cache sets.
+STRIP = 16
 
 
 @jit
-def blocked_product(zero, a, b, out, bias, accumulate, kc, mc, nc, work_a, work_b, work_bias):
-    """out (+)= a @ b (+ bias) for 2-D arrays of any strides (out: unit stride along a row), all of zero's type.
+def blocked_product(zero, a, b, out, bias, accumulate, thin, kc, mc, nc, work_a, work_b, work_bias):
+    """out (+)= a @ b (+ bias) for 2-D arrays of any strides (out: unit stride along a row).
 
-    bias: [n], or empty for none. kc, mc, nc: block sizes along k, m, n. work_a, work_b, work_bias: addresses of at least
-    kc * mc, kc * nc (kc * 2 V if m <= mc) and n elements, and four vectors beyond (V the lanes of a vector). The order of each
-    sum depends on k and kc only.
+    All have zero's type. bias: [n], or empty for none. kc, mc, nc: block sizes along k, m, n, multiples of
+    nothing in particular. thin: m is small, b has unit stride along its rows and is read where it
+    lies. work_a, work_b, work_bias: addresses of memory for a block of A (all of A if thin), for a block of B
+    (one group of panels if m <= mc) and for the bias. The order of each sum depends on k and kc only.
     """
     m, k = a.shape
     n = b.shape[1]
     size, vector = size_of(zero), lanes(zero)
     panel = 2 * vector
+    group = GROUP * panel
     none = n - n  # a zero that Numba does not take for a constant
     a_at, a_row, a_k = address(a), a.strides[0], a.strides[1]
     b_at, b_k, b_column = address(b), b.strides[0], b.strides[1]
@@ -30,6 +38,32 @@ def blocked_product(zero, a, b, out, bias, accumulate, kc, mc, nc, work_a, work_
     has_bias = bias.shape[0] > 0
     if has_bias:
         _copy_bias(zero, bias, n, panel, work_bias)
+    if thin:
+        panels = -(-m // TILE_ROWS)
+        base, longer = m // panels, m % panels
+        _pack_rows(zero, a_at, a_row, a_k, panels, base, longer, k, work_a)
+        for p0 in range(0, k, kc):
+            depth = min(kc, k - p0)
+            adding = accumulate or p0 > 0
+            for j in range(0, n, panel):
+                columns = min(panel, n - j)
+                source, step = b_at + p0 * b_k + j * size, b_k
+                next_b = source + panel * size
+                if columns % vector != 0:  # whole vectors would reach beyond b
+                    width = vector if columns <= vector else panel
+                    pack_panel(zero, source, size + none, b_k, columns, depth, width, work_b)
+                    source, step = work_b, width * size
+                start = none
+                if has_bias and p0 == 0:
+                    start = work_bias + j * size
+                a_panel, c = work_a, c_at + j * size
+                for q in range(panels):
+                    rows = base + 1 if q < longer else base
+                    tile_ahead(zero, a_panel + p0 * rows * size, source, step, c, c_row, depth, rows, columns,
+                               start, adding, next_b + q * LINE, b_k)
+                    a_panel += rows * k * size + GAP
+                    c += rows * c_row
+        return
     for j0 in range(0, n, nc):
         columns_here = min(nc, n - j0)
         for p0 in range(0, k, kc):
@@ -41,20 +75,26 @@ def blocked_product(zero, a, b, out, bias, accumulate, kc, mc, nc, work_a, work_
                 base, longer = rows_here // panels, rows_here % panels
                 next_a = a_at + i0 * a_row + p0 * a_k
                 _pack_rows(zero, next_a, a_row, a_k, panels, base, longer, depth, work_a)
+                # What the next block of A is read from: `ask` rows of cache lines, `a_line` bytes apart.
                 next_a += rows_here * a_row
-                end_a = next_a + min(mc, m - i0 - rows_here) * a_row
+                a_line, asked, ask = a_row, none, min(mc, m - i0 - rows_here)
+                if a_row == size:
+                    a_line, ask = LINE + none, -(-ask * size // LINE)
                 for j in range(0, columns_here, panel):
                     columns = min(panel, columns_here - j)
                     width = vector if columns <= vector else panel
-                    b_panel = work_b
-                    if mc < m:  # kept for the next block of rows; otherwise one panel's memory serves all
-                        b_panel += j * depth * size
-                    # The next panel of B, as `lines` lines `line` bytes apart, each a line for each step of k.
-                    next_b, line, step, lines = b_panel + depth * width * size, LINE * depth, LINE + none, panel * size // LINE
+                    in_group = j % group
+                    # Kept for the next block of rows; if there is none, the memory of one group serves all.
+                    b_panel = work_b + (j if mc < m else in_group) * depth * size
+                    # What the next panel of B is read from: `lines` rows of cache lines, `line` bytes apart.
+                    next_b, line, step = b_panel + depth * width * size, LINE * depth, LINE + none
+                    lines = panel * size // LINE
                     if i0 == 0:
                         source = b_at + p0 * b_k + (j0 + j) * b_column
-                        pack_panel(zero, source, b_column, b_k, columns, depth, width, b_panel)
-                        next_b, line, step = source + panel * b_column, LINE + none, b_k
+                        if in_group == 0:
+                            _pack_columns(zero, source, b_column, b_k, min(group, columns_here - j), depth,
+                                          b_panel)
+                        next_b, line, step = source + group * b_column, LINE + none, b_k
                         if b_column != size:
                             line, lines = b_column, panel
                     start = none
@@ -65,14 +105,15 @@ def blocked_product(zero, a, b, out, bias, accumulate, kc, mc, nc, work_a, work_
                     c = c_at + i0 * c_row + (j0 + j) * size
                     for q in range(panels):
                         rows = base + 1 if q < longer else base
-                        ahead, ahead_step = next_b + q * line, step
-                        if q >= lines:
-                            ahead, ahead_step = next_a, a_k
-                            if next_a != end_a:
-                                next_a += a_row
-                        tile_ahead(zero, a_panel, b_panel, width * size, c, c_row, depth, rows, columns, start, adding,
-                                   ahead, ahead_step)
-                        a_panel += rows * depth * size
+                        ahead, ahead_step = b_panel, none
+                        if q < lines:
+                            ahead, ahead_step = next_b + q * line, step
+                        elif asked < ask:
+                            ahead, ahead_step = next_a + asked * a_line, a_k
+                            asked += 1
+                        tile_ahead(zero, a_panel, b_panel, width * size, c, c_row, depth, rows, columns,
+                                   start, adding, ahead, ahead_step)
+                        a_panel += rows * depth * size + GAP
                         c += rows * c_row
 
 
@@ -88,9 +129,27 @@ def _copy_bias(zero, bias, n, panel, target):
 
 @jit(inline=True)
 def _pack_rows(zero, source, a_row, a_k, panels, base, longer, depth, target):
+    # Panels of base + 1 rows (the first `longer` of them) and of base rows.
     size = size_of(zero)
-    for q in range(panels):
-        rows = base + 1 if q < longer else base
-        pack_panel(zero, source, a_row, a_k, rows, depth, rows, target)
-        source += rows * a_row
-        target += rows * depth * size
+    strip = STRIP if a_row == size else depth
+    for p in range(0, depth, strip):
+        steps = min(strip, depth - p)
+        a, to = source + p * a_k, target
+        for q in range(panels):
+            rows = base + 1 if q < longer else base
+            pack_panel(zero, a, a_row, a_k, rows, steps, rows, to + p * rows * size)
+            a += rows * a_row
+            to += rows * depth * size + GAP
+
+
+@jit(inline=True)
+def _pack_columns(zero, source, b_column, b_k, columns, depth, target):
+    size, vector = size_of(zero), lanes(zero)
+    strip = STRIP if b_column == size else depth
+    for p in range(0, depth, strip):
+        steps = min(strip, depth - p)
+        for j in range(0, columns, 2 * vector):
+            here = min(2 * vector, columns - j)
+            width = vector if here <= vector else 2 * vector
+            pack_panel(zero, source + p * b_k + j * b_column, b_column, b_k, here, steps, width,
+                       target + (j * depth + p * width) * size)

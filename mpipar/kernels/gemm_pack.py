@@ -1,7 +1,8 @@
-"""Packing for the blocked product: an operand of any strides becomes panels that the register kernel reads in order.
+"""Packing for the blocked product: operands of any strides become panels that are read in order.
 
-A panel holds `width` lines (rows of A, or columns of B) side by side: for each step of k, `width` consecutive elements. One
-function serves both operands and every transposition, because a line has a step of its own and k has another.
+A panel holds `width` lines (rows of A, or columns of B) side by side: for each step of k, `width` consecutive
+elements. One function serves both operands and every transposition, because a line has a step of its own and
+k has another.
 """
 
 from .cache import jit
@@ -10,10 +11,11 @@ from .vector import copy_lanes, lanes, load, size_of, stand_alone, store, transp
 
 @jit
 def pack_panel(zero, source, line_step, k_step, lines, k, width, target):
-    """target[p, i] = source[i * line_step + p * k_step] (bytes) for i < lines, p < k, with `width` elements a row.
+    """target[p, i] = source[i * line_step + p * k_step] for i < lines, p < k; `width` elements a row.
 
-    All arguments but zero are addresses, bytes and counts. lines <= width. Up to a vector beyond the panel is overwritten, so
-    panels are packed in the order of their addresses. Places i >= lines hold harmless numbers where width is whole vectors.
+    All arguments but zero are addresses, bytes and counts. lines <= width. Up to a vector beyond the panel is
+    overwritten, so panels are packed in the order of their addresses. Places i >= lines hold harmless numbers
+    where width is whole vectors.
     """
     stand_alone(zero)
     size = size_of(zero)
@@ -52,7 +54,7 @@ def _copy(zero, source, k_step, lines, k, width, target):
 
 @jit(inline=True)
 def _transpose(zero, source, line_step, lines, k, width, target):
-    # Each line runs along k. The last group of lines goes first: what it writes beyond the row is then overwritten.
+    # Each line runs along k. The last lines go first: what they write beyond the row is then overwritten.
     size, vector = size_of(zero), lanes(zero)
     last = (lines - 1) // vector * vector
     for p in range(0, k, vector):

@@ -5,10 +5,11 @@
     tiled              blocks of `tile` x `tile` that stay in cache while they are used
     splat_rows         (i) an element of A, copied to all lanes, times a vector of B
     dot_columns        (ii) a block of B transposed, then vector dot products along k
-    register_block     (iii) a block of C in registers, as many rows as a vector has lanes where there are registers for them
+    register_block     (iii) a block of C in registers, as many rows as a vector has lanes
 
-The last step is `gemm.gemm`: packed panels, a larger register block, and blocks for each level of cache.
-All compute out[m, n] = a[m, k] @ b[k, n] for float32 or float64 arrays of one dtype and return out. out may not overlap a or b.
+The last step is `gemm.gemm`: packed panels, a larger register block, and blocks for each level of cache. All
+compute out[m, n] = a[m, k] @ b[k, n] for float32 or float64 arrays of one dtype and return out. out may not
+overlap a or b.
 """
 
 import numpy as np
@@ -29,14 +30,14 @@ def triple_loop(a, b, out):
 
 
 def row_parallel(a, b, out):
-    """The triple loop with its rows shared out among `settings.threads` threads: no two write the same element."""
+    """The triple loop, its rows shared out among `settings.threads` threads: no two write one element."""
     m, parts = out.shape[0], settings.threads
     parallel_for(_rows, [(a, b, out, m * i // parts, m * (i + 1) // parts) for i in range(parts)])
     return out
 
 
 def tiled(a, b, out, *, tile=64):
-    """The triple loop over tile x tile x tile blocks: each element that is read from memory is used `tile` times."""
+    """The triple loop over tile x tile x tile blocks: an element read from memory is used `tile` times."""
     if tile < 1:
         raise ValueError(f"tile is {tile}; valid values: integers from 1")
     out.fill(0)
@@ -45,14 +46,14 @@ def tiled(a, b, out, *, tile=64):
 
 
 def splat_rows(a, b, out):
-    """Variant (i): each a[i, p] is copied to all lanes and multiplied with the row b[p, :], which is contiguous."""
+    """Variant (i): each a[i, p] is copied to all lanes and multiplied with the contiguous row b[p, :]."""
     out.fill(0)
     _splat_rows(a, b, out)
     return out
 
 
 def dot_columns(a, b, out, *, tile=32):
-    """Variant (ii): `tile` columns of b are transposed, so that both operands of the dot product run along k."""
+    """Variant (ii): `tile` columns of b are transposed, so that both operands of a dot run along k."""
     if tile < 1:
         raise ValueError(f"tile is {tile}; valid values: integers from 1")
     _dot_columns(a, b, out, np.empty((tile, a.shape[1]), b.dtype), np.empty(a.shape[1], a.dtype))
@@ -60,7 +61,7 @@ def dot_columns(a, b, out, *, tile=32):
 
 
 def register_block(a, b, out):
-    """Variant (iii): V x V accumulators (V lanes; fewer rows if registers are short) stay in registers over all of k."""
+    """Variant (iii): V x V sums (V lanes; fewer rows if registers are short) stay in registers over k."""
     k = a.shape[1]
     zero = out.dtype.type(0)
     width = max(64, TILE_ROWS)  # no vector has more lanes
@@ -127,12 +128,13 @@ def _register_block(zero, a, b, out, panels, start, accumulate):
     n = b.shape[1]
     size, width = size_of(zero), lanes(zero)
     height = min(width, TILE_ROWS)
+    a_row, a_k, b_k, b_column, c_row = a.strides[0], a.strides[1], b.strides[0], b.strides[1], out.strides[0]
     a_panel, b_panel = address(panels[0]), address(panels[1])
     for j in range(0, n, width):
         columns = min(width, n - j)
-        pack_panel(zero, address(b) + j * b.strides[1], b.strides[1], b.strides[0], columns, k, width, b_panel)
+        pack_panel(zero, address(b) + j * b_column, b_column, b_k, columns, k, width, b_panel)
         for i in range(0, m, height):
             rows = min(height, m - i)
-            pack_panel(zero, address(a) + i * a.strides[0], a.strides[0], a.strides[1], rows, k, rows, a_panel)
-            tile(zero, a_panel, b_panel, width * size, address(out) + i * out.strides[0] + j * size, out.strides[0],
-                 k, rows, columns, start, accumulate)
+            pack_panel(zero, address(a) + i * a_row, a_row, a_k, rows, k, rows, a_panel)
+            tile(zero, a_panel, b_panel, width * size, address(out) + i * c_row + j * size, c_row, k, rows,
+                 columns, start, accumulate)

@@ -1,4 +1,5 @@
-"""What this machine's core looks like: vectors, registers, caches, and the register tile that follows from them."""
+"""What this machine's core looks like: vectors, registers, caches, and the register tile that follows from
+them."""
 
 import functools
 import platform
@@ -34,7 +35,8 @@ class Host:
     def register_tile(self, dtype) -> tuple[int, int]:
         """(rows, columns) of the block of C that the register kernel keeps in registers.
 
-        Two vectors wide, and as many rows as leave room for the two vectors of B and one broadcast element of A.
+        Two vectors wide, and as many rows as leave room for the two vectors of B and one broadcast element of
+        A.
         """
         return self.tile_rows, self.tile_vectors * self.lanes(dtype)
 
@@ -69,7 +71,7 @@ def vector_unit(machine: str, features) -> tuple[int, int]:
         if "avx2" in features and "fma" in features:
             return 32, 16
         return 16, 16
-    if machine in ("aarch64", "arm64"):  # NEON; SVE's registers are at least as wide, and run 128-bit code at full speed
+    if machine in ("aarch64", "arm64"):  # NEON, also where there is SVE: its registers are as wide or wider
         return 16, 32
     return 16, 16
 
@@ -77,7 +79,8 @@ def vector_unit(machine: str, features) -> tuple[int, int]:
 def _cache_bytes(level: int) -> int:
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:
-            if int((index / "level").read_text()) != level or (index / "type").read_text().strip() == "Instruction":
+            kind = (index / "type").read_text().strip()
+            if int((index / "level").read_text()) != level or kind == "Instruction":
                 continue
             text = (index / "size").read_text().strip()
             factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)

@@ -1,7 +1,7 @@
 """Softmax cross-entropy over a vocabulary that may be divided over ranks, and the sum of squares.
 
-Each function does the part of one shard; the caller combines the rows' results between the calls (a maximum, then sums).
-Meaning: `plain.py`.
+Each function does the part of one shard; the caller combines the rows' results between the calls (a maximum,
+then sums). Meaning: `plain.py`.
 """
 import numpy as np
 
@@ -12,11 +12,13 @@ from .views import begin_together, ranges, same_dtype, same_shape, source, targe
 from .wide import wide_vectors
 
 GRAIN = 32768  # elements of a task
+LANES = 32  # columns whose maxima run side by side
 BLOCK = 4096  # elements whose squares are summed on their own
 
 
 def row_max(logits, out):
-    """out[r] = the largest of logits[r, :]; -inf if this shard has no column. logits: [R, Vlocal]; out: [R]."""
+    """out[r] = the largest of logits[r, :]; -inf if this shard has no column. logits: [R, Vlocal]; out:
+    [R]."""
     same_dtype(logits, out)
     a, y = source(logits, logits.shape[1]), target(out)
     _check_rows(logits, out)
@@ -25,11 +27,12 @@ def row_max(logits, out):
 
 
 def cross_entropy_sums(logits, maximum, targets, lo, sum_exp, target_logit):
-    """sum_exp[r] = sum of exp(logits[r] - maximum[r]) over this shard; target_logit[r] = logits[r, targets[r] - lo].
+    """sum_exp[r] = sum of exp(logits[r] - maximum[r]) over this shard; target_logit[r] = logits[r, targets[r]
+    - lo].
 
-    logits: [R, Vlocal], columns lo .. lo + Vlocal of the whole. targets: int64 [R]; target_logit is 0 where the target
-    lies in another shard or is negative (ignored). With both summed over the shards, the loss of a row is
-    log(sum_exp) + maximum - target_logit. Megatron-LM (Shoeybi et al. 2019), section 3."""
+    logits: [R, Vlocal], columns lo .. lo + Vlocal of the whole. targets: int64 [R]; target_logit is 0 where
+    the target lies in another shard or is negative (ignored). With both summed over the shards, the loss of a
+    row is log(sum_exp) + maximum - target_logit. Megatron-LM (Shoeybi et al. 2019), section 3."""
     same_dtype(logits, maximum, sum_exp, target_logit)
     _check_rows(logits, maximum, targets, sum_exp, target_logit)
     a, m, t = source(logits, logits.shape[1]), source(maximum), _indices(targets)
@@ -38,7 +41,8 @@ def cross_entropy_sums(logits, maximum, targets, lo, sum_exp, target_logit):
 
 
 def cross_entropy_backward(logits, maximum, sum_exp, targets, lo, scale, dlogits):
-    """dlogits = (softmax - onehot(target)) * scale, zero in rows whose target is ignored; dlogits may be logits.
+    """dlogits = (softmax - onehot(target)) * scale, zero in rows whose target is ignored; dlogits may be
+    logits.
 
     maximum, sum_exp: [R], over the whole vocabulary; the rest as for `cross_entropy_sums`."""
     dtype = same_dtype(logits, maximum, sum_exp, dlogits)
@@ -56,7 +60,8 @@ def cross_entropy_backward(logits, maximum, sum_exp, targets, lo, scale, dlogits
 
 
 def sum_squares(x):
-    """Sum of squares of all elements, as a float. Summed in float64, in blocks, in one order for any number of threads."""
+    """Sum of squares of all elements, as a float. Summed in float64, in blocks, in one order for any number
+    of threads."""
     same_dtype(x)
     a = source(x)
     partial = np.empty(-(-a.size // BLOCK))
@@ -82,23 +87,33 @@ def _row_ranges(x):
 def _check_rows(logits, *per_row):
     for array in per_row:
         if array.shape != logits.shape[:1]:
-            raise ValueError(f"logits of {logits.shape} and a row array of {array.shape}: give one number for each row")
+            raise ValueError(f"logits of {logits.shape} and a row array of {array.shape}: "
+                             "give one number for each row")
 
 
 def _indices(targets):
     return source(targets.astype(np.int64, copy=False))
 
 
-# Comparing may assume that there is no NaN: a row that has one ends as NaN through its sum of exponentials.
-@jit(fastmath={"nnan": True, "nsz": True, "reassoc": True})
+@jit
 def _row_max(logits, out):
+    # Numba's comparisons carry no leave to reorder a running maximum, so the columns run side by side in
+    # LANES of them. A NaN may be passed over here: its row ends as NaN through the sum of exponentials.
     wide_vectors()
+    rows, columns = logits.shape
     lowest = logits.dtype.type(-np.inf)
-    for r in range(logits.shape[0]):
+    top = np.empty(LANES, logits.dtype)
+    for r in range(rows):
+        top[:] = lowest
+        for j in range(0, columns - columns % LANES, LANES):
+            part = logits[r, j:j + LANES]
+            for i in range(LANES):
+                top[i] = part[i] if part[i] > top[i] else top[i]
         largest = lowest
-        for j in range(logits.shape[1]):
-            value = logits[r, j]
-            largest = value if value > largest else largest
+        for i in range(LANES):
+            largest = top[i] if top[i] > largest else largest
+        for j in range(columns - columns % LANES, columns):
+            largest = logits[r, j] if logits[r, j] > largest else largest
         out[r] = largest
 
 

@@ -13,8 +13,9 @@ BLOCK_ROWS = 32  # rows whose share of dgamma and dbeta is summed on its own, wh
 def layernorm_forward(x, gamma, beta, out, mean, rstd, *, eps=1e-5):
     """out[r] = (x[r] - mean[r]) * rstd[r] * gamma + beta, rstd = 1 / sqrt(biased variance + eps).
 
-    Ba, Kiros and Hinton 2016. x, out: [R, D] (out may be x); gamma, beta: [D]; mean, rstd: [R], kept for the backward
-    pass. Mean and variance take two passes over a row, which the first has brought into the cache."""
+    Ba, Kiros and Hinton 2016. x, out: [R, D] (out may be x); gamma, beta: [D]; mean, rstd: [R], kept for the
+    backward pass. Mean and variance take two passes over a row, which the first has brought into the
+    cache."""
     dtype = same_dtype(x, gamma, beta, out, mean, rstd)
     same_shape(x, out)
     same_shape(mean, rstd)
@@ -22,12 +23,14 @@ def layernorm_forward(x, gamma, beta, out, mean, rstd, *, eps=1e-5):
     _check(rows, columns, mean, gamma, beta)
     a, y, m, s = source(x, columns), target(out, columns), target(mean), target(rstd)
     g, b, number = source(gamma), source(beta), dtype.type(eps)
-    parallel_for(_forward, [(a[cut], g, b, y[cut], m[cut], s[cut], number) for cut in ranges(rows, BLOCK_ROWS)])
+    parallel_for(_forward, [(a[cut], g, b, y[cut], m[cut], s[cut], number)
+                            for cut in ranges(rows, BLOCK_ROWS)])
     return out
 
 
 def layernorm_backward(x, gamma, mean, rstd, dy, dx, dgamma, dbeta, *, residual=None):
-    """dx = gradient through the norm (+ residual [R, D]); dgamma and dbeta [D] are added to. dx may be dy or residual.
+    """dx = gradient through the norm (+ residual [R, D]); dgamma and dbeta [D] are added to. dx may be dy or
+    residual.
 
     The residual is the gradient that went round the norm: its sum with dx needs no pass of its own."""
     same_dtype(x, gamma, mean, rstd, dy, dx, dgamma, dbeta)
@@ -63,7 +66,8 @@ def warm(dtype):
 
 def _check(rows, columns, per_row, *per_column):
     if per_row.shape != (rows,) or any(array.shape != (columns,) for array in per_column):
-        raise ValueError(f"layer norm of {(rows, columns)}: give mean and rstd of {(rows,)}, gamma and beta of {(columns,)}")
+        raise ValueError(f"layer norm of {(rows, columns)}: "
+                         f"give mean and rstd of {(rows,)}, gamma and beta of {(columns,)}")
 
 
 @jit(fastmath=SUM_FLAGS)
@@ -133,7 +137,7 @@ def _backward(x, gamma, mean, rstd, dy, dx, residual, add, partial):
 
 @jit
 def _join(partial, dgamma, dbeta):
-    gammas, betas = np.zeros(dgamma.size), np.zeros(dgamma.size)  # float64: the error does not grow with the rows
+    gammas, betas = np.zeros(dgamma.size), np.zeros(dgamma.size)  # float64: no error grows with the rows
     for block in range(partial.shape[0] // 2):
         for d in range(dgamma.size):
             gammas[d] += partial[2 * block, d]

@@ -1,7 +1,7 @@
 """Optimizers over flat arrays, one pass over memory. The meaning of each function is in `plain.py`.
 
-No fast-math flags: every operation is rounded as IEEE 754 says, so an element's bits do not depend on where its array is
-cut (into shards, threads or vectors), and equal those of the plain form.
+No fast-math flags: every operation is rounded as IEEE 754 says, so an element's bits do not depend on where
+its array is cut (into shards, threads or vectors), and equal those of the plain form.
 """
 import math
 
@@ -15,10 +15,12 @@ GRAIN = 65536
 
 
 def adamw(p, g, m, v, bounds, decay, *, lr, beta1, beta2, eps, step, grad_scale=1.0):
-    """One step of AdamW (Loshchilov and Hutter 2019, in the form of torch.optim.AdamW), in place on p, m and v.
+    """One step of AdamW (Loshchilov and Hutter 2019, in the form of torch.optim.AdamW), in place on p, m and
+    v.
 
-    p, g, m, v: flat arrays of one length. Segment i = [bounds[i], bounds[i + 1]) has weight decay decay[i]; elements
-    outside all segments stay as they are. step counts from 1. g is read as g * grad_scale (clipping)."""
+    p, g, m, v: flat arrays of one length. Segment i = [bounds[i], bounds[i + 1]) has weight decay decay[i];
+    elements outside all segments stay as they are. step counts from 1. g is read as g * grad_scale
+    (clipping)."""
     number = same_dtype(p, g, m, v).type
     same_shape(p, g, m, v)
     if step < 1:
@@ -27,7 +29,8 @@ def adamw(p, g, m, v, bounds, decay, *, lr, beta1, beta2, eps, step, grad_scale=
     keep = (1 - lr * rates).astype(p.dtype)
     a, b, c, d = target(p), source(g), target(m), target(v)
     constants = tuple(number(value) for value in (
-        grad_scale, beta1, 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**step), eps, lr / (1 - beta1**step)))
+        grad_scale, beta1, 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**step), eps,
+        lr / (1 - beta1**step)))
     parallel_for(_adamw, [(a[cut], b[cut], c[cut], d[cut], edges, keep, cut.start, *constants)
                           for cut in ranges(a.size, GRAIN)])
 

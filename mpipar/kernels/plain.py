@@ -1,7 +1,9 @@
-"""Every kernel of this folder in plain NumPy: the meaning of the compiled ones, and what the tests compare them with.
+"""Every kernel of this folder in plain NumPy: the meaning of the compiled ones, and what the tests compare
+them with.
 
-Each function has the name and the signature of its compiled twin (`gelu.py`, `norm.py`, ...). Results are written into
-the arrays that the caller gives. Nothing here is tuned; attention, for one, builds the whole T x T matrix.
+Each function has the name and the signature of its compiled twin (`gelu.py`, `norm.py`, ...). Results are
+written into the arrays that the caller gives. Nothing here is tuned; attention, for one, builds the whole T x
+T matrix.
 
 Shapes: B batch, T tokens, D model width, H heads, V vocabulary, R rows (usually B * T).
 """
@@ -17,7 +19,8 @@ _erf = np.frompyfunc(math.erf, 1, 1)
 # GeLU
 
 def gelu_forward(x, out, *, form="erf"):
-    """out = x * Phi(x), Phi the normal distribution function, exact ("erf") or by its tanh approximation ("tanh").
+    """out = x * Phi(x), Phi the normal distribution function, exact ("erf") or by its tanh approximation
+    ("tanh").
 
     Hendrycks and Gimpel 2016. x, out: any shape, contiguous; out may be x."""
     check_gelu_form(form)
@@ -94,7 +97,8 @@ def layernorm_forward(x, gamma, beta, out, mean, rstd, *, eps=1e-5):
 
 
 def layernorm_backward(x, gamma, mean, rstd, dy, dx, dgamma, dbeta, *, residual=None):
-    """dx = gradient through the norm (+ residual); dgamma and dbeta are added to. dx may be dy or residual."""
+    """dx = gradient through the norm (+ residual); dgamma and dbeta are added to. dx may be dy or
+    residual."""
     # xhat = (x - mean) rstd, g = gamma dy:  dx = rstd (g - mean_D(g) - xhat mean_D(g xhat))
     # dgamma += sum_r dy xhat,  dbeta += sum_r dy
     xhat = (x - mean[:, None]) * rstd[:, None]
@@ -110,7 +114,7 @@ def layernorm_backward(x, gamma, mean, rstd, dy, dx, dgamma, dbeta, *, residual=
 # Attention
 
 def _causal_probabilities(q, k):
-    """(scores with -inf above the diagonal, log of the row sums of their exponentials) for [T, hd] operands."""
+    """(softmax of the causal scores [T, T], log of its row sums [T]) for [T, hd] operands."""
     scores = (q @ k.T) / q.dtype.type(math.sqrt(q.shape[1]))
     scores[np.triu_indices(len(q), 1)] = -np.inf
     maximum = scores.max(axis=1)
@@ -119,7 +123,8 @@ def _causal_probabilities(q, k):
 
 
 def attention_forward(q, k, v, out, lse):
-    """Causal attention, out = softmax(q k^T / sqrt(hd)) v; lse[b, h, t] is the log of the softmax's denominator.
+    """Causal attention, out = softmax(q k^T / sqrt(hd)) v; lse[b, h, t] is the log of the softmax's
+    denominator.
 
     Vaswani et al. 2017. q, k, v, out: [B, T, H, hd], unit stride in hd, else any strides; lse: [B, H, T]."""
     B, T, H, _ = q.shape
@@ -160,10 +165,12 @@ def row_max(logits, out):
 
 
 def cross_entropy_sums(logits, maximum, targets, lo, sum_exp, target_logit):
-    """Per row: the sum of exp(logit - maximum) over this shard's columns, and the target's logit if it is here.
+    """Per row: the sum of exp(logit - maximum) over this shard's columns, and the target's logit if it is
+    here.
 
-    logits: [R, Vlocal], columns lo .. lo + Vlocal of the whole; targets: int64 [R], negative ones are ignored.
-    With both results summed over the ranks the loss of a row is log(sum_exp) + maximum - target_logit."""
+    logits: [R, Vlocal], columns lo .. lo + Vlocal of the whole; targets: int64 [R], negative ones are
+    ignored. With both results summed over the ranks the loss of a row is log(sum_exp) + maximum -
+    target_logit."""
     sum_exp[...] = np.exp(logits - maximum[:, None]).sum(axis=1)
     rows, columns = _targets_here(targets, lo, logits.shape[1])
     target_logit[...] = 0
@@ -171,7 +178,8 @@ def cross_entropy_sums(logits, maximum, targets, lo, sum_exp, target_logit):
 
 
 def cross_entropy_backward(logits, maximum, sum_exp, targets, lo, scale, dlogits):
-    """dlogits = (softmax - onehot(target)) * scale, zero in rows whose target is ignored; dlogits may be logits."""
+    """dlogits = (softmax - onehot(target)) * scale, zero in rows whose target is ignored; dlogits may be
+    logits."""
     # loss_r = log sum_j exp(z_rj) - z_r,target:  d loss_r / d z_rj = softmax_rj - [j = target]
     rows, columns = _targets_here(targets, lo, logits.shape[1])
     dlogits[...] = np.exp(logits - maximum[:, None]) / sum_exp[:, None]
@@ -223,7 +231,8 @@ def positions_backward(dy, dpositions):
 def adamw(p, g, m, v, bounds, decay, *, lr, beta1, beta2, eps, step, grad_scale=1.0):
     """One AdamW step on flat arrays (Loshchilov and Hutter 2019, the form of torch.optim.AdamW).
 
-    Segment i = [bounds[i], bounds[i + 1]) has weight decay decay[i]; step counts from 1; g is read as g * grad_scale."""
+    Segment i = [bounds[i], bounds[i + 1]) has weight decay decay[i]; step counts from 1; g is read as g *
+    grad_scale."""
     number = p.dtype.type
     correction1, correction2 = 1 - beta1**step, 1 - beta2**step
     for lo, hi, rate in zip(bounds[:-1], bounds[1:], decay):
@@ -245,13 +254,15 @@ def sgd(p, g, bounds, decay, *, lr, grad_scale=1.0):
 # Random numbers
 
 def philox(counter, key):
-    """Philox4x32-10 (Salmon et al. 2011): uint32 [..., 4] random words for counters [..., 4] and keys [..., 2]."""
+    """Philox4x32-10 (Salmon et al. 2011): uint32 [..., 4] random words for counters [..., 4] and keys [...,
+    2]."""
     c = [np.asarray(counter[..., i]).astype(np.uint64) for i in range(4)]
     k = [np.asarray(key[..., i]).astype(np.uint64) for i in range(2)]
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     for _ in range(10):
         product0, product1 = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
-        c = [(product1 >> shift) ^ c[1] ^ k[0], product1 & low, (product0 >> shift) ^ c[3] ^ k[1], product0 & low]
+        c = [(product1 >> shift) ^ c[1] ^ k[0], product1 & low,
+             (product0 >> shift) ^ c[3] ^ k[1], product0 & low]
         k = [(k[0] + np.uint64(0x9E3779B9)) & low, (k[1] + np.uint64(0xBB67AE85)) & low]
     return np.stack(c, axis=-1).astype(np.uint32)
 
@@ -263,10 +274,12 @@ def _words(values):
 
 
 def fill_normal(out, key, start, *, std):
-    """out[i] = std * z(key, start + i), z normal. A pure function of its arguments: the range may be cut anywhere.
+    """out[i] = std * z(key, start + i), z normal. A pure function of its arguments: the range may be cut
+    anywhere.
 
-    Box and Muller 1958: elements 2j and 2j + 1 are the cosine and the sine of one pair of uniform numbers, which are
-    words 0-1 and 2-3 of the Philox block with counter (j, 0). out: [n], float32 is the rounded float64 value."""
+    Box and Muller 1958: elements 2j and 2j + 1 are the cosine and the sine of one pair of uniform numbers,
+    which are words 0-1 and 2-3 of the Philox block with counter (j, 0). out: [n], float32 is the rounded
+    float64 value."""
     index = np.arange(start, start + len(out), dtype=np.int64)
     pair = _words(index >> 1)
     words = philox(np.concatenate([pair, np.zeros_like(pair)], axis=-1), _words(key)).astype(np.uint64)
@@ -278,8 +291,9 @@ def fill_normal(out, key, start, *, std):
 
 
 def dropout(x, out, *, key, step, samples, offset, p):
-    """out = x * keep / (1 - p), keep a pure function of (key, step, samples[b], offset + e); the same call on dy is the
-    backward pass. Srivastava et al. 2014. x, out: [B, E]; samples: int64 [B]; 0 <= p < 1; out may be x.
+    """out = x * keep / (1 - p), keep a pure function of (key, step, samples[b], offset + e); the same call on
+    dy is the backward pass. Srivastava et al. 2014. x, out: [B, E]; samples: int64 [B]; 0 <= p < 1; out may
+    be x.
 
     The words 0-1 of Philox(counter = (step, sample), key) are the key of a row; element e uses word e % 4 of
     Philox(counter = (e // 4, 1), that key), and is kept when the word is at least p * 2^32."""

@@ -1,9 +1,10 @@
-"""exp and the normal distribution for kernels: float32 by polynomials that LLVM can vectorise, float64 by libm.
+"""exp and the normal distribution for kernels: float32 by polynomials that LLVM can vectorise, float64 by
+libm.
 
-The library's erf and exp are scalar calls, fifteen times slower than the loop around them. In float32 the functions
-below are branch-free: range reduction and a fitted polynomial. float64 is there for proofs, and takes the library's.
-Kernels that use them are compiled with `VECTOR_FLAGS`: sums may be contracted into fused multiply-adds, never
-re-associated (that would undo the range reduction), and NaN stays NaN.
+The library's erf and exp are scalar calls, fifteen times slower than the loop around them. In float32 the
+functions below are branch-free: range reduction and a fitted polynomial. float64 is there for proofs, and
+takes the library's. Kernels that use them are compiled with `VECTOR_FLAGS`: sums may be contracted into fused
+multiply-adds, never re-associated (that would undo the range reduction), and NaN stays NaN.
 """
 import functools
 import math
@@ -13,13 +14,15 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-# Dictionaries rather than sets: their text, by which compiled code is found again, is the same in every process.
+# Dictionaries rather than sets: their text, by which compiled code is found again, is the same in every
+# process.
 VECTOR_FLAGS = {"contract": True, "nsz": True, "arcp": True}
 SUM_FLAGS = {"contract": True, "nsz": True, "reassoc": True}
 
 
 def inlined(function=None, *, fastmath=False):
-    """Compiles a helper into its callers before their loops are made vectors; it has no code of its own to keep."""
+    """Compiles a helper into its callers before their loops are made vectors; it has no code of its own to
+    keep."""
     if function is None:
         return functools.partial(inlined, fastmath=fastmath)
     return numba.njit(forceinline=True, nogil=True, error_model="numpy", fastmath=fastmath)(function)
@@ -52,8 +55,8 @@ def exp_float32(x):
 @inlined(fastmath=VECTOR_FLAGS)
 def normal_float32(x):
     """(Phi(x), e^(-x^2/2)), Phi the normal distribution function: absolute error below 2.4e-7."""
-    # Phi(-|x|) = e^(-x^2/2) t P(t), t = 1 / (1 + c |x|): the form of Abramowitz and Stegun 7.1.26, with two more terms
-    # fitted anew (error 2e-9), so the tail has small relative error too
+    # Phi(-|x|) = e^(-x^2/2) t P(t), t = 1 / (1 + c |x|): the form of Abramowitz and Stegun 7.1.26, with two
+    # more terms fitted anew (error 2e-9), so the tail has small relative error too
     density = exp_float32(f32(-0.5) * x * x)
     t = f32(1) / (f32(1) + f32(0.282842712) * abs(x))
     p = f32(0.0367720972)
@@ -74,7 +77,8 @@ def _normal_float64(x):
 
 
 def exp(x):
-    """e^x in the precision of x, inside kernels; large results are held at a finite number, as 1 / (1 + e^x) needs."""
+    """e^x in the precision of x, inside kernels; large results are held at a finite number, as 1 / (1 + e^x)
+    needs."""
     return math.exp(min(x, 709.0))
 
 

@@ -1,8 +1,9 @@
-"""Random numbers that are pure functions of a key and an index (Philox4x32-10), so that no layout changes them.
+"""Random numbers that are pure functions of a key and an index (Philox4x32-10), so that no layout changes
+them.
 
-Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Meaning: `plain.py`. The normal
-numbers use their own logarithm, sine and cosine, in plain IEEE 754 steps: their bits depend neither on how a range is
-cut, nor on vectors, nor on the machine's mathematical library.
+Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Meaning: `plain.py`.
+The normal numbers use their own logarithm, sine and cosine, in plain IEEE 754 steps: their bits depend
+neither on how a range is cut, nor on vectors, nor on the machine's mathematical library.
 """
 import math
 
@@ -34,25 +35,30 @@ def philox(counter, key):
 
 
 def fill_normal(out, key, start, *, std):
-    """out[i] = std * z(key, start + i), z normal. A pure function of its arguments: the range may be cut anywhere.
+    """out[i] = std * z(key, start + i), z normal. A pure function of its arguments: the range may be cut
+    anywhere.
 
-    out: [n], float32 (the float64 value, rounded) or float64; key: an integer below 2^64; start >= 0. Box and Muller."""
+    out: [n], float32 (the float64 value, rounded) or float64; key: an integer below 2^64; start >= 0. Box and
+    Muller."""
     same_dtype(out)
     y, key, start = target(out), _word64(key), int(start)
-    parallel_for(_fill_normal, [(y[cut], key, start + cut.start, float(std)) for cut in ranges(y.size, GRAIN)])
+    parallel_for(_fill_normal, [(y[cut], key, start + cut.start, float(std))
+                                for cut in ranges(y.size, GRAIN)])
     return out
 
 
 def dropout(x, out, *, key, step, samples, offset, p):
     """out[b, e] = x[b, e] * keep / (1 - p), keep a pure function of (key, step, samples[b], offset + e).
 
-    The same call on dy is the backward pass. Srivastava et al. 2014. x, out: [B, E], out may be x; samples: int64 [B],
-    numbers of the global batch's samples; offset: the place of column 0 in the global row. ValueError unless 0 <= p < 1."""
+    The same call on dy is the backward pass. Srivastava et al. 2014. x, out: [B, E], out may be x; samples:
+    int64 [B], numbers of the global batch's samples; offset: the place of column 0 in the global row.
+    ValueError unless 0 <= p < 1."""
     check_probability(p)
     dtype = same_dtype(x, out)
     same_shape(x, out)
     if x.ndim != 2 or np.shape(samples) != x.shape[:1]:
-        raise ValueError(f"dropout of {x.shape} with samples {np.shape(samples)}: give [B, E] and one sample for each row")
+        raise ValueError(f"dropout of {x.shape} with samples {np.shape(samples)}: "
+                         "give [B, E] and one sample for each row")
     a, y = source(x, x.shape[1]), target(out, x.shape[1])
     rows = np.array(samples, np.int64)
     threshold, factor = u32(min(round(p * 2**32), 2**32 - 1)), dtype.type(1 / (1 - p))
@@ -90,15 +96,16 @@ def _philox(c0, c1, c2, c3, k0, k1):
 @jit
 def _philox_rows(counters, keys):
     for i in range(counters.shape[0]):
-        c0, c1, c2, c3 = _philox(u64(counters[i, 0]), u64(counters[i, 1]), u64(counters[i, 2]), u64(counters[i, 3]),
-                                 u64(keys[i, 0]), u64(keys[i, 1]))
+        c0, c1, c2, c3 = _philox(u64(counters[i, 0]), u64(counters[i, 1]), u64(counters[i, 2]),
+                                 u64(counters[i, 3]), u64(keys[i, 0]), u64(keys[i, 1]))
         counters[i, 0], counters[i, 1], counters[i, 2], counters[i, 3] = u32(c0), u32(c1), u32(c2), u32(c3)
 
 
 @inlined
 def _minus_log(u):
     """-ln u for a normal number 0 < u <= 1."""
-    # u = 2^k m with m in [sqrt(1/2), sqrt(2));  ln m = 2 artanh s = 2 (s + s^3 / 3 + ...),  s = (m - 1) / (m + 1) < 0.172
+    # u = 2^k m with m in [sqrt(1/2), sqrt(2));  ln m = 2 artanh s = 2 (s + s^3 / 3 + ...),  s = (m - 1) / (m
+    # + 1) < 0.172
     bits = np.float64(u).view(np.int64)
     k = (bits >> np.int64(52)) - np.int64(1023)
     m = np.int64((bits & np.int64(0xFFFFFFFFFFFFF)) | np.int64(0x3FF0000000000000)).view(np.float64)
@@ -184,7 +191,8 @@ def _fill_words(words, block, k0, k1):
     for j in range(words.size // 4):
         at = u64(block + j)
         c0, c1, c2, c3 = _philox(at & MASK, at >> WORD, u64(1), u64(0), k0, k1)
-        words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3] = u32(c0), u32(c1), u32(c2), u32(c3)
+        words[4 * j], words[4 * j + 1] = u32(c0), u32(c1)
+        words[4 * j + 2], words[4 * j + 3] = u32(c2), u32(c3)
 
 
 @inlined

@@ -15,8 +15,8 @@ def available_cores() -> int:
 class Settings:
     """Process-wide state of the kernels; there is one object, `settings`.
 
-    gemm: "numba" (our blocked product) or "blas" (numpy.matmul). threads: how many Python threads `parallel_for` uses.
-    Assigning a value that does not fit raises ValueError.
+    gemm: "numba" (our blocked product) or "blas" (numpy.matmul). threads: how many Python threads
+    `parallel_for` uses. Assigning a value that does not fit raises ValueError.
     """
 
     def __init__(self):

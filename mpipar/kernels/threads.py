@@ -1,7 +1,8 @@
 """Running kernels on several threads of one rank.
 
-Kernels release the GIL, so plain Python threads run them side by side. Work is cut into tasks before it comes here; which thread
-takes which task changes nothing in the result, so the bits are the same for any number of threads.
+Kernels release the GIL, so plain Python threads run them side by side. Work is cut into tasks before it comes
+here; which thread takes which task changes nothing in the result, so the bits are the same for any number of
+threads.
 """
 
 import os
@@ -12,10 +13,12 @@ from .settings import settings
 
 
 def parallel_for(function, tasks):
-    """Calls function(*task) for each task of the list `tasks`, on `settings.threads` threads, and waits for all of them.
+    """Calls function(*task) for each task of the list `tasks`, on `settings.threads` threads, and waits for
+    all of them.
 
-    The caller's thread works too. One thread (or one task) is a plain loop. A call from inside a task is a plain loop as
-    well. The first exception raised by a task is raised here, after the running ones have ended; tasks not begun are dropped.
+    The caller's thread works too. One thread (or one task) is a plain loop. A call from inside a task is a
+    plain loop as well. The first exception raised by a task is raised here, after the running ones have
+    ended; tasks not begun are dropped.
     """
     helpers = min(settings.threads, len(tasks)) - 1
     if helpers < 1 or getattr(_inside, "task", False):
@@ -26,7 +29,8 @@ def parallel_for(function, tasks):
 
 
 def limit_threads(count: int):
-    """Sets `settings.threads` and the threads of every loaded BLAS to `count`, so that together they never exceed it."""
+    """Sets `settings.threads` and the threads of every loaded BLAS to `count`, so that together they never
+    exceed it."""
     settings.threads = count
     import threadpoolctl  # here, because looking through all loaded libraries takes some milliseconds
 
@@ -75,7 +79,7 @@ class _Pool:
     def run(self, job, helpers):
         with self.lock:
             while self.size < helpers:
-                threading.Thread(target=self._serve, args=(self.jobs,), daemon=True, name="mpipar-kernels").start()
+                threading.Thread(target=self._serve, args=(self.jobs,), daemon=True).start()
                 self.size += 1
         for _ in range(helpers):
             self.jobs.put(job)

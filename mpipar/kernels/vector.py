@@ -1,10 +1,13 @@
-"""Register kernels, written as LLVM vector instructions because Numba's own vectoriser keeps no tile of C in registers.
+"""Register kernels, written as LLVM vector instructions because Numba's own vectoriser keeps no tile of C in
+registers.
 
-Everything here works on addresses (`address(array)`), byte strides and counts, inside compiled code; nothing is checked. The
-first argument `zero` is a number of the element type: it selects float32 or float64. The caller keeps the arrays alive.
+Everything here works on addresses (`address(array)`), byte strides and counts, inside compiled code; nothing
+is checked. The first argument `zero` is a number of the element type: it selects float32 or float64. The
+caller keeps the arrays alive.
 
-Packed panels, the layout that `tile` reads: of A, `rows` consecutive elements for each step of k; of B, one or two whole
-vectors for each step of k. Source of the scheme: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication".
+Packed panels, the layout that `tile` reads: of A, `rows` consecutive elements for each step of k; of B, one
+or two whole vectors for each step of k. Source of the scheme: Goto and van de Geijn, "Anatomy of
+High-Performance Matrix Multiplication".
 """
 
 from llvmlite import ir
@@ -26,25 +29,28 @@ LANES = {32: HOST.vector_bytes // 4, 64: HOST.vector_bytes // 8}
 def tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate):
     """c[rows, columns] = start[columns] + a[k, rows].T @ b[k, columns], added to c if `accumulate`.
 
-    a: packed panel [k, rows], 1 <= rows <= TILE_ROWS. b: k rows `b_step` bytes apart (a packed panel, or a matrix in place),
-    each read in whole vectors: V elements where columns <= V, else 2 V (V the lanes of a vector). c: rows `c_step` bytes
-    apart, unit stride along a row; nothing outside [rows, columns] is touched. start: address of as many elements as are read
-    of a row of b, or 0 for zeros. Each element of c is summed in the order of k, whatever its place in the tile.
-    Pass variables, not constants: Numba compiles the kernel anew for a constant argument.
+    a: packed panel [k, rows], 1 <= rows <= TILE_ROWS. b: k rows `b_step` bytes apart (a packed panel, or a
+    matrix in place), each read in whole vectors: V elements where columns <= V, else 2 V (V the lanes of a
+    vector). c: rows `c_step` bytes apart, unit stride along a row; nothing outside [rows, columns] is
+    touched. start: address of as many elements as are read of a row of b, or 0 for zeros. Each element of c
+    is summed in the order of k, whatever its place in the tile. Pass variables, not constants: Numba compiles
+    the kernel anew for a constant argument.
     """
     tile_ahead(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, b, b_step)
 
 
 @jit
 def tile_ahead(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, ahead, ahead_step):
-    """`tile` that also asks for k cache lines, `ahead_step` bytes apart from `ahead`, which a later tile will need."""
+    """`tile` that also asks for k cache lines, `ahead_step` bytes apart from `ahead`, which a later tile will
+    need."""
     stand_alone(zero)
     _tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, ahead, ahead_step)
 
 
 @intrinsic
 def stand_alone(context, zero):
-    """Keeps LLVM from copying the enclosing function into its callers: the large ones take seconds to compile."""
+    """Keeps LLVM from copying the enclosing function into its callers: the large ones take seconds to
+    compile."""
     def generate(ctx, builder, signature, arguments):
         builder.function.attributes.add("noinline")
         return ctx.get_dummy_value()
@@ -106,7 +112,8 @@ def prefetch(context, where):
 
 @intrinsic
 def copy_lanes(context, zero, source, target, count):
-    """Copies `count` (at most a vector) elements from address to address; a whole vector is written at the target."""
+    """Copies `count` (at most a vector) elements from address to address; a whole vector is written at the
+    target."""
     def generate(ctx, builder, signature, arguments):
         code = _Code(builder, zero)
         _, source, target, count = arguments
@@ -117,7 +124,8 @@ def copy_lanes(context, zero, source, target, count):
 
 @intrinsic
 def transpose_lanes(context, zero, source, source_step, lines, target, target_step):
-    """Reads V vectors, `source_step` bytes apart, and writes their transpose, vectors `target_step` bytes apart.
+    """Reads V vectors, `source_step` bytes apart, and writes their transpose, vectors `target_step` bytes
+    apart.
 
     Only the first `lines` (>= 1) source vectors are read; the others repeat the last of them.
     """
@@ -151,7 +159,8 @@ def _tile(context, zero, a, b, b_step, c, c_step, k, rows, columns, start, accum
                 block = builder.append_basic_block(f"tile_{row_count}x{vectors}")
                 switch.add_case(code.integer(row_count + (vectors - 1) * TILE_ROWS), block)
                 builder.position_at_end(block)
-                _tile_of(code, row_count, vectors, a, b, b_step, c, c_step, k, columns, start, accumulate, ahead, ahead_step)
+                _tile_of(code, row_count, vectors, a, b, b_step, c, c_step, k, columns, start, accumulate,
+                         ahead, ahead_step)
                 builder.branch(done)
         builder.position_at_end(done)
         return ctx.get_dummy_value()
@@ -170,6 +179,7 @@ def _tile_of(code, rows, vectors, a, b, b_step, c, c_step, k, columns, start, ac
     before = builder.block
     loop = builder.append_basic_block("k")
     after = builder.append_basic_block("store")
+    distant = builder.mul(b_step, code.integer(DISTANCE))
     builder.cbranch(builder.icmp_signed(">", k, code.integer(0)), loop, after)
 
     builder.position_at_end(loop)
@@ -179,7 +189,7 @@ def _tile_of(code, rows, vectors, a, b, b_step, c, c_step, k, columns, start, ac
     columns_of_b = [code.load(builder.add(at_b, code.integer(j * width * size))) for j in range(vectors)]
     # The panels stream through the nearest cache faster than the hardware's own prefetcher brings them in.
     for j in range(0, vectors * width * size, 64):
-        code.prefetch(builder.add(at_b, code.integer(DISTANCE * vectors * width * size + j)))
+        code.prefetch(builder.add(at_b, builder.add(distant, code.integer(j))))
     code.prefetch(builder.add(at_a, code.integer(DISTANCE * rows * size)))
     code.prefetch(at_ahead, nearness=2)
     new = []
@@ -204,7 +214,8 @@ def _tile_of(code, rows, vectors, a, b, b_step, c, c_step, k, columns, start, ac
             result = code.phi(first[j], before)
             result.add_incoming(new[i][j], loop)
             results[i].append(result)
-    # One masked load serves both the edge of C and a C that is not read at all: lanes that are off touch no memory.
+    # One masked load serves both the edge of C and a C that is not read at all: lanes that are off touch no
+    # memory.
     mask = code.mask(builder.sub(columns, code.integer((vectors - 1) * width)))
     whole = code.full_mask()
     for i in range(rows):
@@ -217,7 +228,8 @@ def _tile_of(code, rows, vectors, a, b, b_step, c, c_step, k, columns, start, ac
 
 
 class _Code:
-    """Emits vector instructions for one element type at the builder's present place. Addresses are 64-bit integers."""
+    """Emits vector instructions for one element type at the builder's present place. Addresses are 64-bit
+    integers."""
 
     def __init__(self, builder, element):
         self.builder = builder
@@ -262,7 +274,8 @@ class _Code:
 
     def splat(self, value):
         kind = ir.VectorType(value.type, self.width)
-        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+        first = ir.Constant(ir.IntType(32), 0)
+        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, first)
         return self._shuffle(one, one, [0] * self.width)
 
     def all_lanes(self, flag):
@@ -296,7 +309,8 @@ class _Code:
         self._call("llvm.prefetch.p0", ir.VoidType(), [self.pointer(where, ir.IntType(8)), read, level, data])
 
     def transpose(self, vectors):
-        """Transposes width x width elements: log2(width) rounds that exchange blocks of half the size each."""
+        """Transposes width x width elements: log2(width) rounds that exchange blocks of half the size
+        each."""
         width, half = self.width, self.width // 2
         while half >= 1:
             low = [lane if not lane & half else width + lane - half for lane in range(width)]

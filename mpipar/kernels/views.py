@@ -1,8 +1,8 @@
 """From the arrays that callers have to the few forms that kernels are compiled for.
 
-Numba compiles a function anew for every dtype, number of axes, memory layout and for read-only arrays. All kernels
-therefore take one-dimensional or two-dimensional writable C arrays, and these helpers make the views. Kernels do not
-check indices, so the shapes are checked here or beside the call.
+Numba compiles a function anew for every dtype, number of axes, memory layout and for read-only arrays. All
+kernels therefore take one-dimensional or two-dimensional writable C arrays, and these helpers make the views.
+Kernels do not check indices, so the shapes are checked here or beside the call.
 """
 import numpy as np
 
@@ -56,8 +56,8 @@ def begin_together(a, b):
 def ranges(count, grain):
     """Slices that cover 0 .. count, cut at multiples of grain; one for few, else two for each thread.
 
-    A range that starts at a multiple of 64 is divided into vectors as the uncut one would be, so element-wise kernels
-    give the same bits however many ranges there are."""
+    A range that starts at a multiple of 64 is divided into vectors as the uncut one would be, so element-wise
+    kernels give the same bits however many ranges there are."""
     if count <= 0:
         return []
     pieces = 1 if settings.threads == 1 else min(2 * settings.threads, -(-count // grain))

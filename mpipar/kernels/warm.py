@@ -1,4 +1,5 @@
-"""Compiling every kernel at once, so that a job does it in one process of a node before the others need the code."""
+"""Compiling every kernel at once, so that a job does it in one process of a node before the others need the
+code."""
 
 import importlib
 

@@ -5,8 +5,8 @@ from mpipar.comm.buffers import split_sizes
 
 
 def every_operation(group, n, *, start=False, exact=True):
-    """{name: result} of all operations on arrays of n elements; start: by way of the forms that do not wait; exact:
-    on multiples of 1/8, whose sums are the same in any order, else on random floats."""
+    """{name: result} of all operations on arrays of n elements; start: by way of the forms that do not wait;
+    exact: on multiples of 1/8, whose sums are the same in any order, else on random floats."""
     def call(name, *arguments, **options):
         if start:
             return getattr(group, name + "_start")(*arguments, **options).wait()
@@ -30,7 +30,9 @@ def every_operation(group, n, *, start=False, exact=True):
     results["gather"] = call("gather", draw(n), ranks - 1)
     results["gather sizes"] = call("gather", draw(2, sizes[me]), 0, 1, sizes)
     results["scatter"] = call("scatter", draw(n * ranks) if root else None, shape=(n,), dtype="f4")
-    results["scatter sizes"] = call("scatter", draw(2, n) if root else None, 0, 1, sizes, shape=(2, sizes[me]), dtype="f4")
+    results["scatter sizes"] = call(
+        "scatter", draw(2, n) if root else None, 0, 1, sizes, shape=(2, sizes[me]), dtype="f4"
+    )
     results["all_to_all"] = call("all_to_all", draw(n * ranks))
     results["all_to_all columns"] = call("all_to_all", draw(2, n * ranks), 1)
     rows = np.random.default_rng(n).multinomial(n, np.ones(ranks) / ranks, ranks)
@@ -46,6 +48,10 @@ def every_operation(group, n, *, start=False, exact=True):
 def different(one, two):
     """Names of the results that are not the same bits."""
     assert one.keys() == two.keys()
-    return [name for name in one
-            if (one[name] is None) != (two[name] is None)
-            or one[name] is not None and (one[name].shape != two[name].shape or one[name].tobytes() != two[name].tobytes())]
+    return [
+        name
+        for name in one
+        if (one[name] is None) != (two[name] is None)
+        or one[name] is not None
+        and (one[name].shape != two[name].shape or one[name].tobytes() != two[name].tobytes())
+    ]

@@ -1,4 +1,5 @@
-"""Small programs for several ranks, for the tests that look at whole jobs: python -m tests.comm.programs NAME [plain]
+"""Small programs for several ranks, for the tests that look at whole jobs: python -m tests.comm.programs NAME
+[plain]
 
 Each runs under guard.main, as the commands do, or as a plain script that makes a Mesh (`plain`).
 """

@@ -1,4 +1,5 @@
-"""Every collective against the same thing done in NumPy on all ranks' inputs, for arrays of every kind and any group size."""
+"""Every collective against the same thing done in NumPy on all ranks' inputs, for arrays of every kind and
+any group size."""
 import numpy as np
 import pytest
 
@@ -98,7 +99,11 @@ def test_plain_mpi_would_transpose(comm):
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
 @pytest.mark.parametrize("even", [True, False])
 def test_gather_and_scatter_along_an_axis(world, axis, even):
-    whole = np.arange(8 * 12 * 24.0).reshape(8, 12, 24)[:, :, ::2] if even else np.arange(9 * 7 * 11.0).reshape(9, 7, 11)
+    whole = (
+        np.arange(8 * 12 * 24.0).reshape(8, 12, 24)[:, :, ::2]
+        if even
+        else np.arange(9 * 7 * 11.0).reshape(9, 7, 11)
+    )
     whole = whole if whole.shape[axis] % world.size == 0 or not even else whole[:6, :6, :6]
     sizes = split_sizes(whole.shape[axis], world.size)
     if even:
@@ -154,9 +159,15 @@ def test_all_to_all(world, axis):
 def test_all_to_all_with_different_parts(world):
     rows = np.random.default_rng(5).integers(0, 4, (world.size, world.size))        # from, to; some are 0
     send, receive = rows[world.rank], rows[:, world.rank]
-    x = np.array([[100 * world.rank + to, row] for to in range(world.size) for row in range(send[to])], "f8").reshape(-1, 2)
-    expected = [[100 * source + world.rank, row] for source in range(world.size) for row in range(receive[source])]
-    np.testing.assert_array_equal(world.all_to_all_v(x, send, receive), np.array(expected, "f8").reshape(-1, 2))
+    x = np.array(
+        [[100 * world.rank + to, row] for to in range(world.size) for row in range(send[to])], "f8"
+    ).reshape(-1, 2)
+    expected = [
+        [100 * source + world.rank, row] for source in range(world.size) for row in range(receive[source])
+    ]
+    np.testing.assert_array_equal(
+        world.all_to_all_v(x, send, receive), np.array(expected, "f8").reshape(-1, 2)
+    )
 
 
 @pytest.mark.mpi(np=[2, 3, 4])
@@ -227,8 +238,13 @@ def test_what_this_rank_can_see_is_refused_and_nothing_is_sent(world):
         (ValueError, "does not exist", lambda: world.all_gather(np.zeros(2), axis=1)),
         (ValueError, "do not fit", lambda: world.reduce_scatter(np.zeros(6), sizes=[1] * world.size)),
         (ValueError, "give rank|do not fit", lambda: world.all_gather(np.zeros(6), sizes=[1] * world.size)),
-        (ValueError, "sends itself|do not fit", lambda: world.all_to_all_v(np.zeros(2), [2] + [0] * (world.size - 1),
-                                                                          [0] * (world.size - 1) + [1])),
+        (
+            ValueError,
+            "sends itself|do not fit",
+            lambda: world.all_to_all_v(
+                np.zeros(2), [2] + [0] * (world.size - 1), [0] * (world.size - 1) + [1]
+            ),
+        ),
         (ValueError, "is this rank itself|not a rank", lambda: world.send(np.zeros(2), world.rank)),
         (ValueError, "not a rank", lambda: world.recv(np.zeros(2), world.size)),
     ]
@@ -237,7 +253,11 @@ def test_what_this_rank_can_see_is_refused_and_nothing_is_sent(world):
             (ValueError, "out has shape", lambda: world.all_gather(np.zeros(2), out=np.zeros(2))),
             (ValueError, r"sizes=\[33, 32\]", lambda: world.reduce_scatter(np.zeros(65))),
             (ValueError, "tag=40000", lambda: world.send(np.zeros(2), 1 - world.rank, tag=40000)),
-            (ValueError, "`shape` and `dtype`|not list", lambda: world.scatter(np.zeros(2) if 0 else None, 1 - world.rank)),
+            (
+                ValueError,
+                "`shape` and `dtype`|not list",
+                lambda: world.scatter(np.zeros(2) if 0 else None, 1 - world.rank),
+            ),
         ]
     for kind, text, call in refused:
         with pytest.raises(kind, match=text):
@@ -250,9 +270,18 @@ def test_what_this_rank_can_see_is_refused_and_nothing_is_sent(world):
 @pytest.mark.mpi(np=1)
 def test_a_group_of_one_returns_its_input_untouched(world):
     x = np.arange(6.0).reshape(2, 3).T
-    for result in (world.all_reduce(x, "mean"), world.reduce(x), world.broadcast(x), world.all_gather(x, 1), world.gather(x),
-                   world.reduce_scatter(x), world.scatter(x), world.all_to_all(x), world.all_to_all_v(x, [3], [3]),
-                   world.all_reduce_start(x).wait()):
+    for result in (
+        world.all_reduce(x, "mean"),
+        world.reduce(x),
+        world.broadcast(x),
+        world.all_gather(x, 1),
+        world.gather(x),
+        world.reduce_scatter(x),
+        world.scatter(x),
+        world.all_to_all(x),
+        world.all_to_all_v(x, [3], [3]),
+        world.all_reduce_start(x).wait(),
+    ):
         assert result is x
     assert world.barrier() is None and world.comm is None
     np.testing.assert_array_equal(x, np.arange(6.0).reshape(2, 3).T)
@@ -262,5 +291,9 @@ def test_a_group_of_one_returns_its_input_untouched(world):
 def test_the_numbers_of_the_lecture(world):
     x = np.arange(4.0) + world.rank
     assert world.reduce_scatter(x).tolist() == [[6, 10, 14, 18][world.rank]]
-    assert world.all_gather(world.reduce_scatter(x)).tolist() == world.all_reduce(x).tolist() == [6, 10, 14, 18]
-    assert world.all_to_all(np.arange(4.0) + 4 * world.rank).tolist() == [world.rank + 4 * i for i in range(4)]
+    assert (
+        world.all_gather(world.reduce_scatter(x)).tolist() == world.all_reduce(x).tolist() == [6, 10, 14, 18]
+    )
+    assert world.all_to_all(np.arange(4.0) + 4 * world.rank).tolist() == [
+        world.rank + 4 * i for i in range(4)
+    ]

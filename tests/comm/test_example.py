@@ -12,7 +12,17 @@ def test_collectives(ranks):
     job = run_job(ranks, ["examples/collectives.py"])
     assert job.returncode == 0, job.output
     assert job.stdout.rstrip().endswith(f"all values are right on {ranks} rank{'s' * (ranks > 1)}")
-    names = ["broadcast", "scatter", "gather", "reduce", "all-gather", "reduce-scatter", "all-reduce", "all-gather(", "all-to-all"]
+    names = [
+        "broadcast",
+        "scatter",
+        "gather",
+        "reduce",
+        "all-gather",
+        "reduce-scatter",
+        "all-reduce",
+        "all-gather(",
+        "all-to-all",
+    ]
     places = [job.stdout.index(f"\n{name}") for name in names]
     assert places == sorted(places)
     if ranks == 4:
@@ -22,5 +32,11 @@ def test_collectives(ranks):
 
 
 def test_without_a_launcher():
-    done = subprocess.run([sys.executable, "examples/collectives.py"], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "examples/collectives.py"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and "all values are right on 1 rank\n" in done.stdout

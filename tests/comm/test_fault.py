@@ -5,7 +5,10 @@ from mpipar.comm import fault
 from tests.helpers.jobs import run_job
 
 
-@pytest.mark.parametrize("text", ["explode", "raise:rank", "raise:rank=two", "raise:rank=-1", "raise:point=lunch", "raise:colour=1"])
+@pytest.mark.parametrize(
+    "text",
+    ["explode", "raise:rank", "raise:rank=two", "raise:rank=-1", "raise:point=lunch", "raise:colour=1"],
+)
 def test_malformed(monkeypatch, text):
     monkeypatch.setenv("MPIPAR_FAULT", text)
     with pytest.raises(ValueError, match="MPIPAR_FAULT=.*valid are"):
@@ -29,7 +32,7 @@ def test_kinds_and_points(monkeypatch):
         fault.inject("data", rank=0)
     assert caught.value.code == 5
     monkeypatch.setenv("MPIPAR_FAULT", "raise:point=import,rank=4")
-    for variable in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):       # before MPI has started the launcher says who we are
+    for variable in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):   # before MPI starts the launcher says who we are
         monkeypatch.setenv(variable, "4")
     with pytest.raises(fault.InjectedFault):
         fault.inject("import")
@@ -60,3 +63,10 @@ def test_a_job_with_a_fault(tmp_path, kind, code):
     assert job.returncode == code and "rank 2" in job.stderr and job.seconds < 15 and not job.left_behind
     assert "step 2 done" in job.stdout and "step 3 done" not in job.stdout
     assert run_job(3, [program]).returncode == 0
+
+
+def test_a_malformed_fault_is_refused_before_anything_is_done():
+    job = run_job(2, ["-m", "tests.comm.programs", "mesh"], env={"MPIPAR_FAULT": "explode"})
+    lines = [line for line in job.output.splitlines() if "mpipar" in line]
+    assert job.returncode == 2 and "<Mesh" not in job.output and len(lines) == 1
+    assert lines[0].startswith("mpipar: error: MPIPAR_FAULT='explode': kind 'explode' is unknown: valid are raise")

@@ -64,7 +64,10 @@ def test_the_serial_mesh_needs_no_mpi():
 
 
 def test_importing_comm_does_not_start_mpi():
-    code = "import sys, mpipar.comm, mpipar.comm.mesh, mpipar.comm.guard, mpipar.comm.fault\nassert 'mpi4py' not in sys.modules"
+    code = """if True:
+        import sys, mpipar.comm.mesh, mpipar.comm.guard, mpipar.comm.fault
+        assert "mpi4py" not in sys.modules
+        """
     subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, check=True)
 
 
@@ -83,23 +86,39 @@ def test_every_factorisation(comm, order):
             assert mesh.coordinates == everybody[mesh.rank]
             for axis in AXES:
                 group = getattr(mesh, axis)
-                same = [r for r in range(mesh.size) if all(everybody[r][a] == mesh.coordinates[a] for a in AXES if a != axis)]
-                assert list(group.ranks) == same == mesh.groups(axis)[[mesh.rank in g for g in mesh.groups(axis)].index(True)]
-                assert group.size == mesh.shape[axis] and group.rank == mesh.coordinates[axis] and group.name == axis
+                same = [
+                    r
+                    for r in range(mesh.size)
+                    if all(everybody[r][a] == mesh.coordinates[a] for a in AXES if a != axis)
+                ]
+                assert (
+                    list(group.ranks)
+                    == same
+                    == mesh.groups(axis)[[mesh.rank in g for g in mesh.groups(axis)].index(True)]
+                )
+                assert (
+                    group.size == mesh.shape[axis]
+                    and group.rank == mesh.coordinates[axis]
+                    and group.name == axis
+                )
                 found = group.all_gather(np.array([mesh.rank]))
                 assert found.tolist() == same
             stage = mesh.coordinates["pp"]
             ends = [mesh.pp.ranks[0], mesh.pp.ranks[-1]] if stage in (0, pp - 1) and pp > 1 else [mesh.rank]
-            assert list(mesh.ends.ranks) == ends and mesh.ends.all_gather(np.array([mesh.rank])).tolist() == ends
+            assert (
+                list(mesh.ends.ranks) == ends and mesh.ends.all_gather(np.array([mesh.rank])).tolist() == ends
+            )
             assert mesh.world.ranks == tuple(range(mesh.size)) and mesh.world.name == "world"
-    with Mesh(comm, tp=comm.size) as mesh:                   # tp is the fastest axis unless the order says otherwise
+    with Mesh(comm, tp=comm.size) as mesh:  # tp is the fastest axis unless the order says otherwise
         assert mesh.tp.ranks == tuple(range(comm.size))
 
 
 @pytest.mark.mpi(np=[1, 4, 6])
 def test_nodes(comm, monkeypatch):
     with Mesh(comm) as mesh:
-        assert mesh.nodes == 1 and mesh.ranks_on_node == mesh.node.size == mesh.size and mesh.world.single_node
+        assert (
+            mesh.nodes == 1 and mesh.ranks_on_node == mesh.node.size == mesh.size and mesh.world.single_node
+        )
     monkeypatch.setenv("MPIPAR_RANKS_PER_NODE", "4")
     with Mesh(comm, tp=2 if comm.size > 1 else 1) as mesh:
         assert mesh.nodes == -(-comm.size // 4) and mesh.tp.single_node
@@ -167,6 +186,9 @@ def test_wrong_sizes_are_refused_by_all_ranks_before_any_message(comm):
 def test_a_mesh_of_some_of_the_ranks(comm):
     half = comm.Split(comm.rank // 2)
     with Mesh(half, tp=2) as mesh:
-        assert mesh.size == 2 and mesh.tp.all_gather(np.array([comm.rank])).tolist() == [comm.rank // 2 * 2, comm.rank // 2 * 2 + 1]
+        assert mesh.size == 2 and mesh.tp.all_gather(np.array([comm.rank])).tolist() == [
+            comm.rank // 2 * 2,
+            comm.rank // 2 * 2 + 1,
+        ]
         assert mesh.tp.ranks == (0, 1) and mesh.tp.members == (comm.rank // 2 * 2, comm.rank // 2 * 2 + 1)
     half.Free()

@@ -30,11 +30,19 @@ def test_bytes_of_every_operation(comm):
             pending.wait()
         share = bytes_ * (ranks - 1)
         assert [(entry.operation, entry.bytes, entry.sent) for entry in log.entries] == [
-            ("barrier", 0, 0), ("all_reduce", bytes_, 2 * share // ranks), ("all_gather", whole, share),
-            ("reduce_scatter", whole, share), ("all_to_all", whole, share), ("all_to_all_v", whole, share),
-            ("broadcast", bytes_, 0 if last else bytes_), ("reduce", bytes_, 0 if root else bytes_),
-            ("gather", bytes_, 0 if root else bytes_), ("scatter", whole if root else bytes_, share if root else 0),
-            ("send", bytes_, bytes_), ("recv", bytes_, 0)]
+            ("barrier", 0, 0),
+            ("all_reduce", bytes_, 2 * share // ranks),
+            ("all_gather", whole, share),
+            ("reduce_scatter", whole, share),
+            ("all_to_all", whole, share),
+            ("all_to_all_v", whole, share),
+            ("broadcast", bytes_, 0 if last else bytes_),
+            ("reduce", bytes_, 0 if root else bytes_),
+            ("gather", bytes_, 0 if root else bytes_),
+            ("scatter", whole if root else bytes_, share if root else 0),
+            ("send", bytes_, bytes_),
+            ("recv", bytes_, 0),
+        ]
         assert all(entry.seconds > 0 and entry.group == "world" for entry in log.entries)
 
 
@@ -64,7 +72,7 @@ def test_an_empty_record():
 
 @pytest.mark.mpi(np=4)
 def test_data_parallel_bytes_of_the_small_gpt(comm):
-    """CASES: 53,440 float32 parameters, dp=4: 320,640 bytes a rank and step, as one all-reduce or as its two halves."""
+    """53,440 float32 parameters, dp=4: 320,640 bytes a rank and step, as one all-reduce or as its halves."""
     with Mesh(comm) as mesh:
         gradients = np.zeros(53_440, "f4")
         with mesh.record() as log:

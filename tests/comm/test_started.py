@@ -1,4 +1,5 @@
-"""The forms that do not wait, and the cutting of large calls: the same bits as the plain calls, for every operation."""
+"""The forms that do not wait, and the cutting of large calls: the same bits as the plain calls, for every
+operation."""
 import gc
 import time
 import weakref
@@ -36,7 +37,7 @@ def test_random_floats_have_the_same_bits_too(ranks):
 
 @pytest.mark.mpi(np=2)
 def test_the_limit_is_kept(comm, monkeypatch):
-    """The cutting happens: no call of more than MPIPAR_MAX_COUNT elements reaches MPI. Without the limit one does."""
+    """No call of more than MPIPAR_MAX_COUNT elements reaches MPI. Without the limit one does."""
     largest = []
 
     class Counting(type(comm)):
@@ -61,7 +62,9 @@ def test_the_limit_is_kept(comm, monkeypatch):
 
 
 @pytest.mark.mpi(np=1)
-@pytest.mark.parametrize("name, text", [("MPIPAR_MAX_COUNT", "0"), ("MPIPAR_MAX_COUNT", "many"), ("MPIPAR_SYNC_SEND", "yes")])
+@pytest.mark.parametrize(
+    "name, text", [("MPIPAR_MAX_COUNT", "0"), ("MPIPAR_MAX_COUNT", "many"), ("MPIPAR_SYNC_SEND", "yes")]
+)
 def test_malformed_settings_are_refused(comm, monkeypatch, name, text):
     from mpipar.comm.group import Group
     monkeypatch.setenv(name, text)

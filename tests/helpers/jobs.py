@@ -3,8 +3,9 @@
     job = run_job(4, ["-m", "mpipar.train", "--steps", "3"], env={"MPIPAR_FAULT": "raise:rank=2,step=3"})
     assert job.returncode == 1 and "[rank 2]" in job.stderr and job.seconds < 10
 
-The mpirun is the one beside the running Python. A job that takes longer than `timeout` is killed, whole, and its
-returncode is None. After every job `left_behind` names its processes that are still there: it should be empty.
+The mpirun is the one beside the running Python. A job that takes longer than `timeout` is killed, whole, and
+its returncode is None. After every job `left_behind` names its processes that are still there: it should be
+empty.
 """
 import contextlib
 import dataclasses
@@ -22,13 +23,13 @@ _MARK = "MPIPAR_TEST_JOB"
 _OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
              "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
 # Variables of a job that this process may itself be part of; a job inside it must not see them.
-_OF_A_JOB = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE", "OMPI_FIRST_RANKS", "OMPI_MCA_", "PMIX_", "PRTE_", "PMI_", "MPI_LOCAL",
-             "HYDRA_", "HYDI_", "MPIPAR_", "MPIR_", "MPITEST_")
+_OF_A_JOB = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE", "OMPI_FIRST_RANKS", "OMPI_MCA_", "PMIX_", "PRTE_", "PMI_",
+             "MPI_LOCAL", "HYDRA_", "HYDI_", "MPIPAR_", "MPIR_", "MPITEST_")
 
 
 @dataclasses.dataclass
 class Job:
-    """returncode is None where the time was over; left_behind: command lines of processes that outlived the job."""
+    """returncode: None where the time was over. left_behind: command lines of what outlived the job."""
 
     returncode: int
     stdout: str
@@ -48,8 +49,9 @@ def mpirun():
 
 
 def environment(extra=None):
-    """The environment of a job: this process's without traces of MPI, and what Open MPI needs as root on few cores."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_JOB)}
+    """The environment of a job: this process's without traces of MPI, and what Open MPI needs as root."""
+    env = {name: value for name, value in os.environ.items() 
+           if not name.startswith(_OF_A_JOB) or name == "MPIPAR_CACHE_DIR"}
     path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     return {**env, **_OPEN_MPI, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "", **(extra or {})}
 
@@ -62,9 +64,15 @@ class Running:
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         command = [launcher or mpirun(), "-np", str(np), sys.executable, *map(str, arguments)]
         self._start = time.monotonic()
-        self.process = subprocess.Popen(command, env=environment({**(env or {}), _MARK: self._token}), cwd=cwd or ROOT,
-                                        stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err,
-                                        start_new_session=True)
+        self.process = subprocess.Popen(
+            command,
+            env=environment({**(env or {}), _MARK: self._token}),
+            cwd=cwd or ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._err,
+            start_new_session=True,
+        )
 
     def ranks(self):
         """Process ids of the ranks."""
@@ -78,7 +86,8 @@ class Running:
         """Until `text` was printed; AssertionError if it is not in time."""
         end = time.monotonic() + timeout
         while text not in self.output():
-            assert time.monotonic() < end and self.process.poll() is None, f"{text!r} was not printed:\n{self.output()}"
+            in_time = time.monotonic() < end and self.process.poll() is None
+            assert in_time, f"{text!r} was not printed:\n{self.output()}"
             time.sleep(0.02)
 
     def finish(self, timeout=30):
@@ -106,12 +115,14 @@ class Running:
         return [line for _, line in self._processes()]
 
     def _processes(self):
-        """(pid, command line) of every process of the job, by the mark in its environment; zombies do not count."""
+        """(pid, command line) of the job's processes, known by the mark in their environment; no zombies."""
         found, mark = [], f"{_MARK}={self._token}".encode()
         for entry in pathlib.Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
-                    line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                    line = (
+                        (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                    )
                     if line:
                         found.append((int(entry.name), line))
         return found

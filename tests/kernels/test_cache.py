@@ -1,4 +1,5 @@
-"""Where compiled code is kept: each process in its own interpreter, on a small package that uses the real cache module."""
+"""Where compiled code is kept: each process in its own interpreter, on a small package that uses the real
+cache module."""
 
 import os
 import shutil
@@ -60,13 +61,14 @@ class Package:
     def environment(self, **changes):
         kept = {name: value for name, value in os.environ.items()
                 if not name.startswith(("MPIPAR_", "NUMBA_", "XDG_", "PMI", "MPI", "OMPI", "HYD"))}
-        kept.update({"PYTHONPATH": str(self.root / "src"), "MPIPAR_CACHE_DIR": str(self.store), "PYTHONDONTWRITEBYTECODE": "1"})
+        kept.update(PYTHONPATH=str(self.root / "src"), MPIPAR_CACHE_DIR=str(self.store))
+        kept.update(PYTHONDONTWRITEBYTECODE="1")
         kept.update(changes)
         return {name: value for name, value in kept.items() if value is not None}
 
     def start(self, one="1.0", **changes):
-        return subprocess.Popen([sys.executable, "-c", RUN.format(one=one)], env=self.environment(**changes), text=True,
-                                cwd=self.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.Popen([sys.executable, "-c", RUN.format(one=one)], env=self.environment(**changes),
+                                cwd=self.root, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     @staticmethod
     def finish(process):
@@ -94,7 +96,8 @@ def test_editing_a_helper_in_another_file_changes_the_next_run(package):
     assert package.run()[:2] == (2.0, 3)
     stamp = (package.folder / "helper.py").stat()
     package.write_helper(5)
-    os.utime(package.folder / "helper.py", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # same size, same time, other bytes
+    # The same size and the same time: only the bytes differ.
+    os.utime(package.folder / "helper.py", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert package.run()[:2] == (6.0, 3)
     package.write_helper(1)
     assert package.run()[:2] == (2.0, 0)  # the earlier state is still there
@@ -136,7 +139,8 @@ def test_without_a_home_the_temporary_directory_serves(package):
     for home in ("/dev/null/none", str(package.root / "home")):
         value, count, err = package.run(HOME=home, MPIPAR_CACHE_DIR=None, TMPDIR=str(temporary))
         assert (value, count, err) == (2.0, 3, "")
-    assert list(temporary.glob("mpipar-*/*/*.bin")) and list((package.root / "home").rglob(".cache/mpipar/*/*.bin"))
+    assert list(temporary.glob("mpipar-*/*/*.bin"))
+    assert list((package.root / "home").rglob(".cache/mpipar/*/*.bin"))
 
 
 def test_read_only_install_and_no_place_to_write(package):
@@ -177,8 +181,10 @@ def test_old_states_are_pruned(package):
 
 
 def test_a_store_that_vanishes_is_made_again(package):
-    code = RUN.format(one="1.0").replace("kernel(1.0), second(1.0)", "import shutil; kernel(1.0); shutil.rmtree(cache_directory()); second(1.0)")
-    done = subprocess.run([sys.executable, "-c", code], env=package.environment(), capture_output=True, text=True, timeout=120)
+    removed = "import shutil; kernel(1.0); shutil.rmtree(cache_directory()); second(1.0)"
+    code = RUN.format(one="1.0").replace("kernel(1.0), second(1.0)", removed)
+    done = subprocess.run([sys.executable, "-c", code], env=package.environment(), capture_output=True,
+                          text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.split() == ["2.0", "3"] and done.stderr == ""
     assert list(package.store.rglob("*second*.bin"))
 

@@ -58,7 +58,8 @@ def test_positions(module, shape, dtype):
 
 @both
 def test_same_bits_on_any_number_of_threads(dtype):
-    tokens, weight, dy = tokens_of(2000, 30), normal(1, 30, 301, dtype=dtype), normal(2, 2000, 301, dtype=dtype)
+    tokens = tokens_of(2000, 30)
+    weight, dy = normal(1, 30, 301, dtype=dtype), normal(2, 2000, 301, dtype=dtype)
     results = []
     for count in (1, 2, 3):
         with threads(count):

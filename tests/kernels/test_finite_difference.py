@@ -24,7 +24,8 @@ def test_arrays_by_name():
     assert check_gradient(lambda: loss(**arrays), arrays, gradients) < 1e-8
 
 
-@pytest.mark.parametrize("wrong", [lambda g: 1.0001 * g, lambda g: -g, lambda g: 0 * g, lambda g: g.T, lambda g: g + 1e-4])
+@pytest.mark.parametrize("wrong", [lambda g: 1.0001 * g, lambda g: -g, lambda g: 0 * g, lambda g: g.T,
+                                   lambda g: g + 1e-4])
 def test_wrong_gradients_are_named(wrong):
     x, y = normal(1, 4, 4), normal(2, 4, 4)
     with pytest.raises(AssertionError, match="gradient 0"):

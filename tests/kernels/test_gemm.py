@@ -12,7 +12,8 @@ from mpipar.kernels.gemm import gemm, warm
 from mpipar.kernels.settings import settings
 from mpipar.kernels.vector import TILE_ROWS
 
-# Of sum |a| |b| an element: rounding of a sum of k terms stays far below, one wrong term far above (negative control below).
+# Of sum |a| |b| an element: rounding of a sum of k terms stays far below, one wrong term far above (negative
+# control below).
 TOLERANCE = {"float32": 2e-6, "float64": 1e-12 / 100}
 FORMS = ("rows", "columns", "sliced", "reversed", "blocks")
 
@@ -47,14 +48,15 @@ def assert_product(a, b, out, before=None, bias=None):
         if extra is not None:
             expected, scale = expected + extra, scale + np.abs(extra)
     wrong = np.abs(out - expected) > TOLERANCE[dtype] * scale + 1e-300
-    assert not wrong.any(), f"{wrong.sum()} of {wrong.size} elements differ, the first at {np.argwhere(wrong)[0]}"
+    assert not wrong.any(), f"{wrong.sum()} of {wrong.size} elements differ, first {np.argwhere(wrong)[0]}"
 
 
 def run_and_check(m, k, n, dtype, form_a="rows", form_b="rows", accumulate=False, with_bias=False, seed=0):
     generator = np.random.default_rng(seed)
     a, b = matrix(generator, m, k, dtype, form_a), matrix(generator, k, n, dtype, form_b)
     bias = generator.standard_normal(n).astype(dtype) if with_bias else None
-    memory = generator.standard_normal((m + 2, n + 5)).astype(dtype)  # a frame around out, to see writes beyond it
+    # A frame around out, to see writes beyond it.
+    memory = generator.standard_normal((m + 2, n + 5)).astype(dtype)
     frame, out = memory.copy(), memory[1:m + 1, 2:n + 2]
     before = out.copy() if accumulate else None
     assert gemm(a, b, out, accumulate=accumulate, bias=bias) is out
@@ -83,6 +85,15 @@ def test_every_edge(dtype):
         run_and_check(TILE_ROWS + 1, k, lanes + 1, dtype, "rows", "columns", with_bias=True)
 
 
+@pytest.mark.parametrize("m", [1, 2, TILE_ROWS, TILE_ROWS + 1, 3 * TILE_ROWS, 3 * TILE_ROWS + 1])
+@pytest.mark.parametrize("form_b", FORMS)
+def test_few_rows(m, form_b):
+    """Nothing beyond b is read: it ends where its memory ends."""
+    for k, n in [(300, 32), (513, 45), (40, 7), (1, 130)]:
+        run_and_check(m, k, n, "float32", "columns", form_b, with_bias=True)
+        run_and_check(m, k, n, "float64", "rows", form_b, accumulate=True)
+
+
 @pytest.mark.parametrize("m, k, n", [(64, 256, 512), (1100, 1500, 90), (40, 2300, 1100), (2050, 30, 33)])
 def test_several_blocks(m, k, n):
     run_and_check(m, k, n, "float32", with_bias=True)
@@ -90,9 +101,10 @@ def test_several_blocks(m, k, n):
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
-@given(m=st.integers(0, 50), k=st.integers(0, 70), n=st.integers(0, 80), dtype=st.sampled_from(["float32", "float64"]),
-       form_a=st.sampled_from(FORMS), form_b=st.sampled_from(FORMS), accumulate=st.booleans(), with_bias=st.booleans(),
-       threads=st.integers(1, 3), seed=st.integers(0, 9))
+@given(m=st.integers(0, 50), k=st.integers(0, 70), n=st.integers(0, 80), seed=st.integers(0, 9),
+       dtype=st.sampled_from(["float32", "float64"]), form_a=st.sampled_from(FORMS),
+       form_b=st.sampled_from(FORMS), accumulate=st.booleans(), with_bias=st.booleans(),
+       threads=st.integers(1, 3))
 def test_any_product(m, k, n, dtype, form_a, form_b, accumulate, with_bias, threads, seed):
     settings.threads = threads
     run_and_check(m, k, n, dtype, form_a, form_b, accumulate, with_bias, seed)
@@ -136,8 +148,9 @@ def test_not_a_number_stays_in_its_row_and_column():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_threads_do_not_change_a_bit(dtype):
     generator = np.random.default_rng(1)
-    for m, k, n in [(300, 700, 130), (40, 1100, 600), (601, 64, 67)]:
-        a, b = matrix(generator, m, k, dtype, "rows"), matrix(generator, k, n, dtype, "columns")
+    for m, k, n in [(300, 700, 130), (40, 1100, 600), (601, 64, 67), (3, 900, 400), (50, 600, 150)]:
+        form = "rows" if m < 100 else "columns"  # rows and few of them: b is read in place
+        a, b = matrix(generator, m, k, dtype, form), matrix(generator, k, n, dtype, form)
         results = []
         for threads in (1, 2, 3, 4):
             settings.threads = threads
@@ -152,7 +165,8 @@ def test_blas_and_ours_agree():
     for accumulate in (False, True):
         ours = gemm(a, b, start.copy(), accumulate=accumulate, bias=bias)
         settings.gemm = "blas"
-        np.testing.assert_allclose(gemm(a, b, start.copy(), accumulate=accumulate, bias=bias), ours, rtol=1e-12, atol=1e-12)
+        theirs = gemm(a, b, start.copy(), accumulate=accumulate, bias=bias)
+        np.testing.assert_allclose(theirs, ours, rtol=1e-12, atol=1e-12)
         settings.gemm = "numba"
 
 
@@ -171,7 +185,7 @@ def test_no_memory_is_taken_by_a_second_call():
     tracemalloc.start()
     try:
         gemm(a, b, out, accumulate=True)
-        assert tracemalloc.get_traced_memory()[1] < 20_000  # Python objects only; a panel would be 100 kB or more
+        assert tracemalloc.get_traced_memory()[1] < 20_000  # Python objects only; a panel would be 100 kB
     finally:
         tracemalloc.stop()
 
@@ -181,11 +195,12 @@ def test_what_does_not_fit_is_refused(way):
     settings.gemm = way
     f = np.float32
     a, b, out = np.ones((3, 4), f), np.ones((4, 5), f), np.ones((3, 5), f)
-    for arguments, options in [((a, b.T, out), {}), ((a, b, out.T), {}), ((a, b, out[:2]), {}), ((a, b[:3], out), {}),
-                               ((a.astype("f8"), b, out), {}), ((a, b.astype("f8"), out), {}), ((a, b, out.astype("f8")), {}),
-                               ((a.astype("i4"), b.astype("i4"), out.astype("i4")), {}), ((a[0], b, out), {}),
-                               ((a, b, out), {"bias": np.ones(4, f)}), ((a, b, out), {"bias": np.ones(5)}),
-                               ((a, b, out), {"bias": np.ones((1, 5), f)}), ((a, b, np.ones((5, 3), f).T), {})]:
+    cases = [((a, b.T, out), {}), ((a, b, out.T), {}), ((a, b, out[:2]), {}), ((a, b[:3], out), {}),
+             ((a.astype("f8"), b, out), {}), ((a, b.astype("f8"), out), {}), ((a, b, out.astype("f8")), {}),
+             ((a.astype("i4"), b.astype("i4"), out.astype("i4")), {}), ((a[0], b, out), {}),
+             ((a, b, out), {"bias": np.ones(4, f)}), ((a, b, out), {"bias": np.ones(5)}),
+             ((a, b, out), {"bias": np.ones((1, 5), f)}), ((a, b, np.ones((5, 3), f).T), {})]
+    for arguments, options in cases:
         with pytest.raises(ValueError, match="^gemm: "):
             gemm(*arguments, **options)
 

@@ -35,7 +35,8 @@ def test_bits_of_the_plain_form(size, bounds, decay, dtype):
 
 @modules
 def test_published_update_in_float64(module):
-    # Loshchilov and Hutter 2019, algorithm 2, with the learning rate multiplying the decay as in torch.optim.AdamW
+    # Loshchilov and Hutter 2019, algorithm 2, with the learning rate multiplying the decay as in
+    # torch.optim.AdamW
     p, g, m, v = arrays(50, "float64")
     q, first, second = p.copy(), m.copy(), v.copy()
     for step in range(1, 6):

@@ -23,7 +23,8 @@ VECTORS = [
 @modules
 @pytest.mark.parametrize("counter, key, result", VECTORS)
 def test_published_vectors(module, counter, key, result):
-    np.testing.assert_array_equal(module.philox(np.array(counter, np.uint32), np.array(key, np.uint32)), result)
+    words = module.philox(np.array(counter, np.uint32), np.array(key, np.uint32))
+    np.testing.assert_array_equal(words, result)
 
 
 def test_philox_of_many_counters():
@@ -33,7 +34,8 @@ def test_philox_of_many_counters():
     assert random.philox(np.zeros((0, 4), np.uint32), key).shape == (0, 4)
 
 
-@pytest.mark.parametrize("key, start, n", [(0, 0, 1001), (2**64 - 1, 7, 1000), (5, 2**40 + 1, 64), (5, 3, 1), (5, 2, 1), (5, 9, 0)])
+@pytest.mark.parametrize("key, start, n", [(0, 0, 1001), (2**64 - 1, 7, 1000), (5, 2**40 + 1, 64), (5, 3, 1),
+                                           (5, 2, 1), (5, 9, 0)])
 def test_normal_numbers_against_plain(key, start, n):
     out = random.fill_normal(np.full(n, np.nan), key, start, std=0.5)
     np.testing.assert_allclose(out, plain.fill_normal(np.empty(n), key, start, std=0.5), rtol=0, atol=3e-15)
@@ -42,7 +44,8 @@ def test_normal_numbers_against_plain(key, start, n):
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**45), st.lists(st.integers(0, 300), max_size=6), st.sampled_from(DTYPES))
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**45), st.lists(st.integers(0, 300), max_size=6),
+       st.sampled_from(DTYPES))
 def test_normal_numbers_do_not_depend_on_the_cuts(key, start, cuts, dtype):
     whole = random.fill_normal(np.empty(300, dtype), key, start, std=0.02)
     parts = np.full(300, np.nan, dtype)
@@ -96,7 +99,8 @@ def test_masks_do_not_depend_on_the_cuts(offset, cuts, order):
     for row in order:  # a sample at a time, in any order, and a piece of it at a time
         for lo, hi in zip(edges[:-1], edges[1:]):
             piece = np.ones((1, hi - lo))
-            parts[row, lo:hi] = random.dropout(piece, piece, **drop(offset=offset + lo, samples=drop()["samples"][row:row + 1]))
+            options = drop(offset=offset + lo, samples=drop()["samples"][row:row + 1])
+            parts[row, lo:hi] = random.dropout(piece, piece, **options)
     assert same_bits(whole, parts)
 
 
@@ -111,7 +115,8 @@ def test_dropout_keeps_the_mean(p):
 def test_masks_differ_by_key_step_and_sample():
     x = np.ones((3, 20_000))
     first = random.dropout(x, np.empty_like(x), **drop(p=0.5)) > 0
-    for changes in ({"key": 78}, {"step": 6}, {"samples": np.array([4, 2**41, 8])}, {"offset": 1}, {"key": 77 + 2**32}):
+    for changes in ({"key": 78}, {"step": 6}, {"samples": np.array([4, 2**41, 8])}, {"offset": 1},
+                    {"key": 77 + 2**32}):
         other = random.dropout(x, np.empty_like(x), **drop(p=0.5, **changes)) > 0
         assert abs((first == other).mean() - 0.5) < 0.02
     assert abs((first[0] == first[1]).mean() - 0.5) < 0.02

@@ -1,4 +1,5 @@
-"""Sharing tasks among threads: every task once, errors to the caller, no more threads than there are cores."""
+"""Sharing tasks among threads: every task once, errors to the caller, no more threads than there are
+cores."""
 
 import os
 import subprocess
@@ -71,7 +72,8 @@ def test_nested_calls_and_calls_from_several_threads_end():
     def outer(i):
         parallel_for(inner, [(i,)] * 4)
 
-    callers = [threading.Thread(target=parallel_for, args=(outer, [(i,) for i in range(6)])) for _ in range(4)]
+    tasks = [(i,) for i in range(6)]
+    callers = [threading.Thread(target=parallel_for, args=(outer, tasks)) for _ in range(4)]
     for caller in callers:
         caller.start()
     for caller in callers:
@@ -89,11 +91,14 @@ def test_one_thread_starts_none():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_forked_child_has_a_pool_of_its_own():
-    code = ("import os, sys; from mpipar.kernels.settings import settings; from mpipar.kernels.threads import parallel_for\n"
+    code = ("import os, sys\n"
+            "from mpipar.kernels.settings import settings\n"
+            "from mpipar.kernels.threads import parallel_for\n"
             "settings.threads = 2; seen = []; parallel_for(seen.append, [(1,), (2,)])\n"
             "child = os.fork()\n"
             "if child == 0:\n"
-            "    parallel_for(seen.append, [(3,), (4,)]); os._exit(0 if sorted(seen) == [1, 2, 3, 4] else 9)\n"
+            "    parallel_for(seen.append, [(3,), (4,)])\n"
+            "    os._exit(0 if sorted(seen) == [1, 2, 3, 4] else 9)\n"
             "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))")
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=60).returncode == 0
 

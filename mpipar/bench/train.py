@@ -1,0 +1,172 @@
+"""`python -m mpipar.bench train`: the step of a model in a layout, part by part; and against PyTorch, in turn.
+
+    mpirun -np 2 python -m mpipar.bench train --tp 2 --layers 6 --dim 384 --heads 6 --seq 256 --global-batch 8
+    python -m mpipar.bench train --against torch --ranks 1 --layers 6 --dim 384 --heads 6 --seq 256 --global-batch 8
+
+The options of the model and the layout are those of `mpipar.train`. With --against, both programs are started in turn,
+A B A B, each in processes of its own, and the ratio is taken pair by pair.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+STARTED = "MPIPAR_BENCH_STARTED"
+SKIP = 3  # first steps that are left out
+
+
+def add_arguments(parser):
+    parser.add_argument("--measure", type=int, default=20, metavar="STEPS", help="steps that are measured (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument("--against", choices=("torch", "torch-compile"), help="alternate with PyTorch on gloo (one thread a rank)")
+    parser.add_argument("--ranks", type=int, default=1, help="with --against: ranks of both programs (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=5, help="with --against: alternated pairs of runs (default: %(default)s)")
+    parser.add_argument("--parallel", choices=("dp",), default="dp", help="with --against: how PyTorch divides the work (default: %(default)s)")
+
+
+def run(arguments):
+    """Measure this layout, or alternate with PyTorch."""
+    if arguments.measure < 1 or arguments.pairs < 1 or arguments.ranks < 1:
+        raise ValueError("--measure, --pairs and --ranks must be at least 1")
+    if arguments.against:
+        report = alternate(arguments)
+    else:
+        report = measure(arguments.rest, arguments.measure)
+    if arguments.json and report:
+        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(options: list[str], steps: int) -> dict | None:
+    """Time `steps` steps without clocks inside, then as many with them; the report on rank 0, None elsewhere."""
+    from mpipar.bench.parts import Parts
+    from mpipar.commands.train import set_up
+    from mpipar.engine.metrics import peak_rss_bytes
+    from mpipar.kernels.host import host
+    from mpipar.kernels.settings import settings
+
+    run = set_up([*options, "--steps", str(1 + 2 * (SKIP + steps))])
+    trainer, mesh = run.trainer, run.mesh
+    batches = (run.train.batch(k) for k in range(1, 10**9))
+    trainer.step(next(batches))
+    first_step = since_start()
+    plain = timed_steps(trainer, mesh, batches, steps)
+    waits: list[float] = []
+    with Parts() as parts, mesh.record() as log:
+        clocked = timed_steps(trainer, mesh, batches, steps, skip=0, each=lambda: waits.append(waiting(trainer)))
+    step = statistics.median(plain)
+    batch = run.train.batch(1)
+    table = {name: seconds / steps for name, seconds in parts.seconds.items()}
+    table["messages"] = sum(e.seconds for e in log.entries if e.group != "pp") / steps
+    table["pipeline waiting"] = sum(waits) / steps
+    table["other"] = max(sum(clocked) / steps - sum(table.values()), 0.0)
+    flops = float(mesh.world.all_reduce(np.array([float(parts.flops)]))[0]) / steps
+    memory = peak_rss_bytes(mesh.world)
+    if not mesh.is_root:
+        return None
+    items, unit = (batch.tokens, "tokens") if batch.tokens else (batch.size, "samples")
+    report = {
+        "hardware": host().describe(), "load_average": os.getloadavg()[0], "options": options, "ranks": mesh.size,
+        "shape": mesh.shape, "threads_per_rank": settings.threads, "steps": steps, "step_s": step, "best_step_s": min(plain),
+        "spread_s": [min(plain), max(plain)], f"{unit}_per_s": items / step, "gflops": flops / step / 1e9,
+        "parts_s": table, "process_first_step_s": first_step, "peak_rss_bytes": memory,
+    }
+    print(f"{report['hardware']}, load average {report['load_average']:.1f}\n{mesh.size} ranks {mesh.shape}, {settings.threads} "
+          f"threads a rank, {' '.join(options)}\nmedian of {steps} steps {step * 1e3:.1f} ms ({min(plain) * 1e3:.1f} to {max(plain) * 1e3:.1f}), "
+          f"{items / step:,.0f} {unit}/s, {flops / step / 1e9:.1f} GFLOP/s in all, first step {first_step:.2f} s after the start, "
+          f"peak memory of a rank {max(memory) / 2**20:.0f} MiB")
+    whole = sum(table.values())
+    for name, seconds in table.items():
+        print(f"  {name:<18}{seconds * 1e3:9.2f} ms  {seconds / whole:6.1%}")
+    return report
+
+
+def timed_steps(trainer, mesh, batches, steps, *, skip=SKIP, each=None) -> list[float]:
+    """Seconds of each step after the first `skip`; all ranks begin a step together."""
+    times = []
+    for number in range(skip + steps):
+        batch = next(batches)
+        mesh.world.barrier()
+        started = time.perf_counter()
+        trainer.step(batch)
+        seconds = time.perf_counter() - started
+        if number >= skip:
+            times.append(seconds)
+            if each:
+                each()
+    return times
+
+
+def since_start() -> float:
+    """Seconds since this program was started (since the starter's clock if --against started it)."""
+    if STARTED in os.environ:
+        return time.time() - float(os.environ[STARTED])
+    return time.time() - Path("/proc/self").stat().st_ctime  # good to some milliseconds
+
+
+def waiting(trainer) -> float:
+    """Seconds of the last step in which this rank's pipeline waited for messages."""
+    return trainer.last_run.wall_seconds - trainer.last_run.busy_seconds
+
+
+def alternate(arguments) -> dict:
+    """Start both programs in turn and compare pair by pair."""
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError("--against needs PyTorch: pip install torch")
+    from mpipar.commands.config import parse
+
+    config = parse(arguments.rest).resolved(arguments.ranks)
+    ours, theirs = [], []
+    for number in range(arguments.pairs):
+        ours.append(start_mpipar(arguments))
+        theirs.append(start_torch(arguments, config))
+        print(f"pair {number + 1}: mpipar {ours[-1]['step_s'] * 1e3:.1f} ms a step, PyTorch {theirs[-1]['step_s'] * 1e3:.1f} ms", flush=True)
+    ratios = sorted(b["step_s"] / a["step_s"] for a, b in zip(ours, theirs))
+    memory = statistics.median(max(a["peak_rss_bytes"]) / max(b["peak_rss_bytes"]) for a, b in zip(ours, theirs))
+    first = statistics.median(a["process_first_step_s"] / b["process_first_step_s"] for a, b in zip(ours, theirs))
+    report = {
+        "hardware": ours[0]["hardware"], "options": arguments.rest, "ranks": arguments.ranks, "against": arguments.against,
+        "pytorch": theirs[0]["version"], "pairs": arguments.pairs, "speed_ratio": statistics.median(ratios),
+        "speed_ratio_range": [ratios[0], ratios[-1]], "memory_ratio": memory, "first_step_ratio": first, "ours": ours, "theirs": theirs,
+    }
+    print(f"{report['hardware']}\n{arguments.ranks} ranks, one thread each, {arguments.against} {report['pytorch']} ({arguments.parallel}), "
+          f"{arguments.pairs} alternated pairs: mpipar is {report['speed_ratio']:.2f} times as fast "
+          f"({ratios[0]:.2f} to {ratios[-1]:.2f}), needs {memory:.2f} of the memory, and {first:.2f} of the time from start to first step")
+    return report
+
+
+def start_mpipar(arguments) -> dict:
+    """One run of `measure` in processes of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "mpipar.bench", "train", "--measure", str(arguments.measure), "--json", str(file), *arguments.rest]
+        command += ["--threads", "1"]
+        if arguments.ranks > 1:
+            from mpipar.comm.launcher import mpirun
+
+            command = [mpirun(), "-np", str(arguments.ranks), *command]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, STARTED: repr(time.time())})
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+def start_torch(arguments, config) -> dict:
+    """One run of the PyTorch program of the same model."""
+    command = [sys.executable]
+    if arguments.ranks > 1:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(arguments.ranks)]
+    command += [str(Path(__file__).with_name("torch_peer.py")), "--model", config.model, "--steps", str(arguments.measure), "--skip", str(SKIP)]
+    for name in ("layers", "dim", "heads", "seq", "vocab", "global_batch", "micro_batches"):
+        command += ["--" + name.replace("_", "-"), str(getattr(config, name))]
+    command += ["--parallel", arguments.parallel] + (["--compile"] if arguments.against == "torch-compile" else [])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", STARTED: repr(time.time())}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return json.loads(done.stdout.strip().splitlines()[-1])
