@@ -46,7 +46,8 @@ def jit(function=None, *, fastmath=False, inline=False):
     compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False, fastmath=fastmath,
                           inline="always" if inline else "never")(function)
     if hasattr(compiled, "_cache"):  # not so under NUMBA_DISABLE_JIT
-        compiled._cache = _FunctionStore(function, repr(fastmath))
+        flags = sorted(fastmath) if isinstance(fastmath, (set, frozenset)) else fastmath  # the order of a set varies
+        compiled._cache = _FunctionStore(function, repr(flags))
     return compiled
 
 
