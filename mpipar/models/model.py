@@ -75,7 +75,8 @@ class Model:
     """Blocks spread over the pipeline stages of a mesh.
 
     blocks: all blocks of the global model in order; `front` and `back` of them (embedding, head) stay with the first
-    and last stage and are not counted as layers. virtual_stages: stages on each pipeline rank. layers_per_stage: how many layers each stage gets, None for even.
+    and last stage and are not counted as layers. virtual_stages: stages on each pipeline rank. layers_per_stage: how
+    many layers each stage gets, None for even.
     Every rank declares every block (that costs no memory), so each knows the whole catalogue of parameters.
     """
 

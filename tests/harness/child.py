@@ -35,7 +35,7 @@ class Child:
             unused.append("no:hypothesispytest")
         options = inherited(config) + [word for name in unused for word in ("-p", name)]
         command = [*launch.mpirun(ranks), sys.executable, "-m", "pytest", *options, "@" + arguments]
-        environment = launch.environment(ranks)
+        environment = launch.environment()
         environment |= {launch.REPORTS: self.reports, launch.OWNER: str(os.getpid())}
         shown = config.option.capture == "no"  # pytest -s: the ranks print to the terminal
         open(self.reports, "w").close()

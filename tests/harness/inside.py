@@ -13,11 +13,10 @@ import traceback
 
 import pytest
 
+from mpipar.comm import launcher
 from tests.harness import launch
 
-_ranks = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1
-for _name, _value in launch.quiet_waiting(int(_ranks)).items():
-    os.environ.setdefault(_name, _value)  # has to be there before MPI starts
+os.environ.update(launcher.settings())  # as mpipar itself does it, and it has to be before MPI starts
 
 from mpi4py import MPI  # noqa: E402
 

@@ -24,19 +24,6 @@ def seconds(name, default):
     return float(os.environ.get(f"MPIPAR_TEST_{name}", default))
 
 
-def cores():
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def quiet_waiting(ranks):
-    """Settings by which ranks that wait leave the core to the ones that work; needed with more ranks than
-    cores only."""
-    if ranks <= cores():
-        return {}
-    return {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-
-
 def mpirun(ranks):
     """The command that starts `ranks` ranks: the mpirun beside this Python if there is one (a wheel's),
     else that of PATH."""
@@ -49,7 +36,7 @@ def mpirun(ranks):
     return [found, "-np", str(ranks)]
 
 
-def environment(ranks):
+def environment():
     """The whole environment for mpirun. It has to be handed over in full: an MPI that a serial test has
     initialised in this process leaves variables in C's environment, which a child would inherit."""
     env = {
@@ -67,7 +54,6 @@ def environment(ranks):
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
-        **quiet_waiting(ranks),
         **os.environ,
     }
     env["PATH"] = os.path.dirname(sys.executable) + os.pathsep + env.get("PATH", os.defpath)

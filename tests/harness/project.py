@@ -51,7 +51,7 @@ class Project:
         command = [sys.executable, "-m", "pytest", "-v", "-p", "pytest_mpi", *arguments]
         if ranks:
             command = launch.mpirun(ranks) + command
-        env = {**launch.environment(ranks or 1), "MPIPAR_TEST_GRACE": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+        env = {**launch.environment(), "MPIPAR_TEST_GRACE": "1", "NO_COLOR": "1", "COLUMNS": "200"}
         env |= {
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             **environment,
