@@ -20,7 +20,7 @@ SHAPES = "64x256x512,128x1024x1024,512x512x2048,1024x1024x1024,2048x2048x2048"
 MORE_SHAPES = SHAPES + ",16x1024x4096,32x384x1536,2048x384x1536,2048x1536x384,77x130x201"
 FORMS = ("nn", "nt", "tn", "tt")
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}  # of the largest sum of absolute values
-PAUSE_FLOPS = 2e8  # each measurement repeats a small product until it has done so many
+REPEAT_FLOPS, REPEAT_MOST = 2e8, 500  # a measurement repeats a small product so far
 
 
 def add_arguments(parser):
@@ -82,7 +82,7 @@ def _compare(m, k, n, form, dtype, runs, peak):
     if not error <= TOLERANCE[dtype.name]:
         raise AssertionError(f"{m} x {k} x {n} {form}: the products differ by {error:.1e} of their scale")
     flops = 2 * m * k * n
-    repeats = max(1, int(PAUSE_FLOPS / flops))
+    repeats = max(1, min(REPEAT_MOST, int(REPEAT_FLOPS / flops)))
     seconds, highest = [], 0.0
     for i in range(runs):
         pair = [0.0, 0.0]

@@ -91,7 +91,8 @@ def test_a_kernel_outside_the_folder_is_known_by_its_file(package):
     for factor in (3, 4):
         outside.write_text(MAIN.replace("from .", "from .kernels.").replace("* 2", f"* {factor}"))
         code = "from toy.other import second; print(second(1.0))"
-        done = subprocess.run([sys.executable, "-c", code], env=package.environment(), capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", code], env=package.environment(), capture_output=True,
+                              text=True, timeout=120)
         assert float(done.stdout) == 2.0 * factor, done.stderr
 
 
