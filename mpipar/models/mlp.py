@@ -25,7 +25,7 @@ class MlpLayer(Block):
         initial, name = Normal(1 / math.sqrt(dim)), f"layer{number}"
         if number % 2 == 0:
             self.linear = ColumnParallelLinear(
-                name, dim, dim, group=group, initial=initial, bias=False, input_gradient=number > 0
+                name, dim, dim, group=group, initial=initial, bias=False, needs_input_gradient=number > 0
             )
             self.width = dim
         else:
