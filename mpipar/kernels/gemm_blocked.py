@@ -25,7 +25,8 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
 
     All have zero's type. bias: [n], or empty for none. kc, mc, nc: block sizes along k, m, n, multiples of
     nothing in particular. finish: what is done to each part of out while it is still near (see
-    `gemm_finish.py`), with out as flat memory and the other array as flat memory. thin: m is small, b has unit stride along its rows and is read where it
+    `gemm_finish.py`); flat, other: out and the other array of it as flat memory, row and other_row: elements
+    from one of their rows to the next. thin: m is small, b has unit stride along its rows and is read where it
     lies. work_a, work_b, work_bias: addresses of memory for a block of A (all of A if thin), for a block of B
     (one group of panels if m <= mc) and for the bias. The order of each sum depends on k and kc only.
     """
