@@ -18,7 +18,7 @@ PARTS = {
         "mpipar.nn.dropout": ["dropout"],
         "mpipar.parallel.tensor": [
             "add_bias", "bias_residual", "add_positions", "embedding_forward", "embedding_backward",
-            "positions_backward", "row_max", "cross_entropy_sums", "cross_entropy_backward",
+            "positions_backward", "gelu_forward", "row_max", "cross_entropy_sums", "cross_entropy_backward",
         ],
         "mpipar.models.mlp": ["sum_squares"],
         "mpipar.engine.gradients": ["sum_squares"],

@@ -41,13 +41,12 @@ class MlpLayer(Block):
         return (len(micro.inputs), self.width)
 
     def forward(self, x, micro: MicroBatch):
-        h, linear = self.linear.forward(x)
-        y, gelu = self.gelu.forward(h)
-        return y, (linear, gelu)
+        h, y = self.linear.forward_gelu(x)
+        return y, (x, h)
 
     def backward(self, saved, dy, micro: MicroBatch, later=None):
-        linear, gelu = saved
-        return self.linear.backward(linear, self.gelu.backward(gelu, dy), later)
+        x, h = saved
+        return self.linear.backward(x, self.gelu.backward(h, dy), later)
 
 
 class MeanSquare(Block):

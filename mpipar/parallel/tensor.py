@@ -15,6 +15,7 @@ import numpy as np
 
 from mpipar.kernels.elementwise import add_bias, bias_residual
 from mpipar.kernels.embedding import add_positions, embedding_backward, embedding_forward, positions_backward
+from mpipar.kernels.gelu import gelu_forward
 from mpipar.kernels.gemm import gemm
 from mpipar.kernels.loss import cross_entropy_backward, cross_entropy_sums, row_max
 from mpipar.nn.initial import Constant, Initial, Normal
@@ -85,6 +86,13 @@ class RowParallelLinear(Linear):
         elif around is not None:
             y += residual
         return y, x
+
+    def forward_gelu(self, x):
+        """(y, GeLU(y)); GeLU comes after the sum over the ranks: GeLU(a) + GeLU(b) is not GeLU(a + b)."""
+        if self.group.size == 1:
+            return super().forward_gelu(x)
+        y, _ = self.forward(x)
+        return y, gelu_forward(y, np.empty_like(y))
 
     # Backward is Linear's: dx = dy W^T are this rank's columns, and nothing is sent.
 
