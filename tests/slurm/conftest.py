@@ -25,7 +25,7 @@ class Slurm:
         self.folder = folder
         # Jobs inherit this. A test run that itself sits in a job must not hand that job's variables on.
         self.environment = {
-            name: value for name, value in launch.environment(8).items() if not name.startswith(FOREIGN)
+            name: value for name, value in launch.environment().items() if not name.startswith(FOREIGN)
         }
         self.environment.update(SLURM_CONF=f"{folder}/slurm.conf", TMPDIR=f"{folder}/tmp")
         self.control("up")

@@ -21,7 +21,7 @@ def library():
     """The MPI library that this Python uses. Asked in another process: this one stays without MPI."""
     ask = "from mpi4py import MPI; print(MPI.Get_library_version())"
     return subprocess.run(
-        [sys.executable, "-c", ask], env=launch.environment(1), stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-c", ask], env=launch.environment(), stdout=subprocess.PIPE, text=True, check=True
     ).stdout
 
 
@@ -114,7 +114,7 @@ def losses(path):
 
 def test_the_job_computes_what_mpirun_does(slurm, tmp_path, launcher):
     here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
-    environment = {**launch.environment(6), "PYTHONPATH": str(ROOT)}
+    environment = {**launch.environment(), "PYTHONPATH": str(ROOT)}
     command = [*launch.mpirun(6), sys.executable, "-m", "mpipar.train", *TRAIN, "--threads", "1"]
     subprocess.run([*command, "--metrics", str(here)], cwd=tmp_path, env=environment, check=True, timeout=300)
     job = submit(slurm, tmp_path, *TRAIN, "--metrics", there, launcher=launcher, program="-m mpipar.train")
