@@ -1,0 +1,227 @@
+"""`python -m mpipar.bench ladder`: the steps from three plain loops to the packed product, each beside its
+roofline (lecture section 2.6), and what is lost when a layer is cut into narrow shards or small micro-batches
+(the second program of the lecture, section 3.2)."""
+
+import time
+
+import numpy as np
+
+from ..kernels import gemm_plain, gemm_vectorised
+from ..kernels.gemm import gemm
+from ..kernels.host import host
+from ..kernels.settings import settings
+from ..kernels.threads import limit_threads
+from .gemm import TOLERANCE
+from .gemm import _Peak as Peak
+from .report import conditions, integers, print_conditions, spread, write_json
+from .roofline import Bandwidth, product_bytes, roofline, tile_intensity
+
+# (name, function of (a, b, out, tile), tile of its memory traffic: None stands for the tile argument).
+STEPS = (
+    ("triple loop", lambda a, b, out, tile: gemm_plain.triple_loop(a, b, out), 1),
+    ("row-parallel", lambda a, b, out, tile: gemm_plain.row_parallel(a, b, out), 1),
+    ("tiled", lambda a, b, out, tile: gemm_plain.tiled(a, b, out, tile=tile), None),
+    ("(i) splat", lambda a, b, out, tile: gemm_vectorised.splat_rows(a, b, out, tile=tile), None),
+    ("(ii) transpose, dot", lambda a, b, out, tile: gemm_vectorised.dot_columns(a, b, out, tile=tile), None),
+    ("(iii) register block", lambda a, b, out, tile: gemm_vectorised.register_block(a, b, out, tile=tile), None),
+)
+PACKED = "packed panels"
+REPEAT_FLOPS, REPEAT_MOST = 2e8, 500  # a measurement repeats a small product so far
+
+
+def add_arguments(parser):
+    """The options of `mpipar.bench ladder`."""
+    parser.add_argument("--shape", default="1024x1024x512", metavar="MxKxN",
+                        help="out[M, N] = a[M, K] @ b[K, N], the whole product of the layer (default: %(default)s)")
+    parser.add_argument("--tile", type=int, default=128, help="rows and columns of a block (default: %(default)s)")
+    parser.add_argument("--shards", default="1,2,4,8", metavar="E,...",
+                        help="tensor-parallel degrees: the product of one rank has N/E columns (default: %(default)s)")
+    parser.add_argument("--micro-batches", metavar="M,...", help="rows of the sweep (default: M, M/4, M/16, M/64)")
+    parser.add_argument("--cores", type=int, default=host().cores,
+                        help="that share the tiles; 108 for the lecture's A100 (default: %(default)s, as here)")
+    parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32")
+    parser.add_argument("--threads", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=5, help="rounds through all of it (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+
+
+def run(arguments):
+    """Prints the limits, the ladder and the sweep. Speeds are those of the best round (whatever else runs on the
+    machine only slows a round down), beside the quartiles of all."""
+    if min(arguments.runs, arguments.cores) < 1:
+        raise ValueError("--runs and --cores: valid values are integers from 1")
+    gemm_plain.check_tile(arguments.tile)
+    m, k, n = _sizes(arguments.shape)
+    shards = integers("--shards", arguments.shards, highest=n)
+    batches = ([max(1, m >> shift) for shift in (0, 2, 4, 6)] if arguments.micro_batches is None
+               else integers("--micro-batches", arguments.micro_batches))
+    limit_threads(arguments.threads)
+    dtype = np.dtype(arguments.dtype)
+    report = conditions(dtype, arguments.runs)
+    print_conditions(report)
+    limits = Limits(dtype)
+    report |= {"m": m, "k": k, "n": n, "tile": arguments.tile, "cores": arguments.cores,
+               "steps": climb(m, k, n, arguments.tile, dtype, arguments.runs, limits),
+               "shards": sweep(m, k, n, shards, batches, arguments.tile, arguments.cores, dtype, arguments.runs, limits)}
+    report |= {"peak_gflops": limits.peak_gflops, "bandwidth_gbs": limits.bandwidth_gbs,
+               "balance": limits.balance, "triad_bytes": limits.bandwidth.bytes}
+    limits.bound(report["steps"])
+    limits.bound(report["shards"])
+    _print_limits(report, limits)
+    _print_steps(report)
+    _print_tile(report, dtype)
+    _print_shards(report)
+    write_json(report, arguments.json)
+
+
+class Limits:
+    """Peak and bandwidth, measured again in each round beside what is compared with them."""
+
+    def __init__(self, dtype):
+        self.peak, self.bandwidth = Peak(dtype), Bandwidth(dtype)
+        self.peaks, self.bandwidths = [], []
+
+    def measure(self):
+        """One measurement of both; GFLOP/s and GB/s of all threads together."""
+        self.peaks.append(self.peak.measure() * settings.threads)
+        self.bandwidths.append(self.bandwidth.measure())
+
+    @property
+    def peak_gflops(self):
+        return max(self.peaks)
+
+    @property
+    def bandwidth_gbs(self):
+        return max(self.bandwidths)
+
+    @property
+    def balance(self):
+        """FLOP/byte from which arithmetic is the limit, not memory."""
+        return self.peak_gflops / self.bandwidth_gbs
+
+    def bound(self, rows):
+        """Adds the roofline bound to rows that have an `intensity`."""
+        for row in rows:
+            row["bound_gflops"] = roofline(row["intensity"], self.peak_gflops, self.bandwidth_gbs)
+
+
+def climb(m, k, n, tile, dtype, runs, limits):
+    """A row for each step of the ladder; every step is checked against the packed product."""
+    a, b = _operands(m, k, n, dtype)
+    right, scale = gemm(a, b, np.empty((m, n), dtype)), max(float((np.abs(a) @ np.abs(b)).max()), 1e-300)
+    steps = (*STEPS, (PACKED, lambda a, b, out, tile: gemm(a, b, out), 0))
+    rows, out = [], np.empty((m, n), dtype)
+    for name, function, block in steps:
+        out.fill(np.nan)
+        function(a, b, out, tile)
+        error = float(np.abs(out - right).max()) / scale
+        if not error <= TOLERANCE[dtype.name]:
+            raise AssertionError(f"{name}: differs from the packed product by {error:.1e} of its scale")
+        moved = product_bytes(m, k, n, dtype.itemsize, {None: tile, 0: None}.get(block, block))
+        rows.append({"name": name, "error": error, "bytes": moved, "intensity": 2 * m * k * n / moved,
+                     "gflops": []})
+    for _ in range(runs):
+        limits.measure()
+        for row, (_, function, _) in zip(rows, steps):
+            row["gflops"].append(_speed(lambda: function(a, b, out, tile), 2 * m * k * n))
+    return rows
+
+
+def sweep(m, k, n, shards, batches, tile, cores, dtype, runs, limits):
+    """A row for each number of rows in `batches` and degree E in `shards`: the packed product [M, K] x [K, N/E].
+
+    `efficiency` is its best speed over that of the whole product [m, k] x [k, n], measured in the same rounds.
+    """
+    a, b = _operands(max(m, *batches), k, n, dtype)
+    rows = [sweep_row(batch, k, n, degree, tile, cores, dtype.itemsize) for batch in batches for degree in shards]
+    whole = []
+    for _ in range(runs):
+        limits.measure()
+        whole.append(_multiply(a[:m], b))
+        for row in rows:
+            # A rank keeps its columns in an array of its own.
+            row["gflops"].append(_multiply(a[:row["m"]], np.ascontiguousarray(b[:, :row["columns"]])))
+    for row in rows:
+        row["efficiency"] = max(row["gflops"]) / max(whole)
+    return rows
+
+
+def sweep_row(m, k, n, degree, tile, cores, itemsize):
+    """What the sizes alone say about the widest shard of N columns over `degree` ranks (lecture section 3.2)."""
+    columns = -(-n // degree)
+    tiles = -(-m // tile) * -(-columns // tile)
+    waves = -(-tiles // cores)
+    moved = product_bytes(m, k, columns, itemsize)
+    return {"m": m, "degree": degree, "columns": columns, "tiles": tiles, "waves": waves,
+            "busy": tiles / (waves * cores), "bytes": moved, "intensity": 2 * m * k * columns / moved, "gflops": []}
+
+
+def _sizes(text):
+    sizes = text.split("x")
+    if len(sizes) != 3 or not all(size.isdigit() and int(size) > 0 for size in sizes):
+        raise ValueError(f"--shape is {text!r}; valid: three positive sizes such as 1024x1024x512")
+    return tuple(map(int, sizes))
+
+
+def _operands(m, k, n, dtype):
+    generator = np.random.default_rng(0)
+    return generator.standard_normal((m, k)).astype(dtype), generator.standard_normal((k, n)).astype(dtype)
+
+
+def _multiply(a, b):
+    out = np.empty((a.shape[0], b.shape[1]), a.dtype)
+    gemm(a, b, out)
+    return _speed(lambda: gemm(a, b, out), 2 * a.shape[0] * a.shape[1] * b.shape[1])
+
+
+def _speed(function, flops):
+    repeats = max(1, min(REPEAT_MOST, int(REPEAT_FLOPS / flops)))
+    start = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    return flops * repeats / (time.perf_counter() - start) / 1e9
+
+
+def _print_limits(report, limits):
+    print(f"peak {report['peak_gflops']:.1f} GFLOP/s ({spread(limits.peaks)}; register kernel in the nearest cache), "
+          f"memory {report['bandwidth_gbs']:.1f} GB/s ({spread(limits.bandwidths)}; triad over "
+          f"{report['triad_bytes'] >> 20} MiB)")
+    print(f"balance: from {report['balance']:.1f} FLOP/byte on, arithmetic is the limit")
+
+
+def _print_steps(report):
+    print(f"\n{report['m']} x {report['k']} x {report['n']}, tile {report['tile']}")
+    print(f"{'step':<22} {'GFLOP/s':>8} {'quartiles':>15} {'of peak':>8} {'FLOP/byte':>10} {'bound':>8}  limit")
+    for row in report["steps"]:
+        print(f"{row['name']:<22} {max(row['gflops']):8.2f} {spread(row['gflops']):>15} "
+              f"{max(row['gflops']) / report['peak_gflops']:8.1%} {row['intensity']:10.2f} {row['bound_gflops']:8.1f}  "
+              f"{_limit(row, report)}")
+    print("FLOP/byte: if one block of each matrix stays near (plain loops: nothing does; packed: each matrix moves once).\n"
+          "bound: min(peak, FLOP/byte x memory). Matrices that fit a cache can be faster than a bound set by memory.")
+
+
+def _print_tile(report, dtype):
+    k, tile, size = report["k"], report["tile"], dtype.itemsize
+    intensity = tile_intensity(tile, size)
+    side = "below" if intensity < report["balance"] else "above"
+    print(f"\none tile: reads 2 TILE K = {2 * tile * k * size / 1024:.0f} KiB, does 2 TILE^2 K = "
+          f"{2 * tile * tile * k / 1e6:.2f} MFLOP: TILE/{size} = {intensity:.1f} FLOP/byte, {side} the balance")
+    m, n = report["m"], report["n"]
+    print(f"whole: work 2MKN = {2 * m * k * n / 1e9:.3f} GFLOP, span 2K = {2 * k} FLOP, parallelism MN = {m * n}")
+
+
+def _print_shards(report):
+    cores = report["cores"]
+    print(f"\nshards [M, {report['k']}] x [{report['k']}, N/E] by the packed product; tiles of {report['tile']} over {cores} cores")
+    print(f"{'M':>6} {'E':>4} {'N/E':>6} {'tiles':>6} {'a core':>7} {'waves':>6} {'busy':>5} {'FLOP/byte':>10} {'bound':>8} "
+          f"{'GFLOP/s':>8} {'quartiles':>15} {'lost':>7}")
+    for row in report["shards"]:
+        print(f"{row['m']:6} {row['degree']:4} {row['columns']:6} {row['tiles']:6} {row['tiles'] / cores:7.2f} {row['waves']:6} "
+              f"{row['busy']:5.0%} {row['intensity']:10.1f} {row['bound_gflops']:8.1f} {max(row['gflops']):8.1f} "
+              f"{spread(row['gflops']):>15} {1 - row['efficiency']:7.1%}")
+    print("busy: share of the cores with a tile to do, over all waves. lost: of the speed of the whole product\n"
+          "(negative: faster). FLOP/byte: each matrix moves once.")
+
+
+def _limit(row, report):
+    return "memory" if row["intensity"] < report["balance"] else "arithmetic"
