@@ -13,7 +13,7 @@ from ..kernels.settings import settings
 from ..kernels.threads import limit_threads
 from .gemm import TOLERANCE
 from .gemm import _Peak as Peak
-from .report import conditions, integers, print_conditions, spread, write_json
+from .report import conditions, integers, print_conditions, sizes, spread, write_json
 from .roofline import Bandwidth, product_bytes, roofline, tile_intensity
 
 # (name, function of (a, b, out, tile), tile of its memory traffic: None stands for the tile argument).
@@ -39,6 +39,8 @@ def add_arguments(parser):
     parser.add_argument("--micro-batches", metavar="M,...", help="rows of the sweep (default: M, M/4, M/16, M/64)")
     parser.add_argument("--cores", type=int, default=host().cores,
                         help="that share the tiles; 108 for the lecture's A100 (default: %(default)s, as here)")
+    parser.add_argument("--triad-mib", type=int, metavar="MIB",
+                        help="memory of the bandwidth measurement (default: four times the caches, a quarter of the free memory at most)")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32")
     parser.add_argument("--threads", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--runs", type=int, default=5, help="rounds through all of it (default: %(default)s)")
@@ -48,10 +50,11 @@ def add_arguments(parser):
 def run(arguments):
     """Prints the limits, the ladder and the sweep. Speeds are those of the best round (whatever else runs on the
     machine only slows a round down), beside the quartiles of all."""
-    if min(arguments.runs, arguments.cores) < 1:
-        raise ValueError("--runs and --cores: valid values are integers from 1")
+    for option in ("runs", "cores", "triad_mib"):
+        if (value := getattr(arguments, option)) is not None and value < 1:
+            raise ValueError(f"--{option.replace('_', '-')} is {value}; valid values: integers from 1")
     gemm_plain.check_tile(arguments.tile)
-    m, k, n = _sizes(arguments.shape)
+    m, k, n = sizes("--shape", arguments.shape, 3)
     shards = integers("--shards", arguments.shards, highest=n)
     batches = ([max(1, m >> shift) for shift in (0, 2, 4, 6)] if arguments.micro_batches is None
                else integers("--micro-batches", arguments.micro_batches))
@@ -59,7 +62,7 @@ def run(arguments):
     dtype = np.dtype(arguments.dtype)
     report = conditions(dtype, arguments.runs)
     print_conditions(report)
-    limits = Limits(dtype)
+    limits = Limits(dtype, arguments.triad_mib and arguments.triad_mib << 20)
     report |= {"m": m, "k": k, "n": n, "tile": arguments.tile, "cores": arguments.cores,
                "steps": climb(m, k, n, arguments.tile, dtype, arguments.runs, limits),
                "shards": sweep(m, k, n, shards, batches, arguments.tile, arguments.cores, dtype, arguments.runs, limits)}
@@ -77,8 +80,8 @@ def run(arguments):
 class Limits:
     """Peak and bandwidth, measured again in each round beside what is compared with them."""
 
-    def __init__(self, dtype):
-        self.peak, self.bandwidth = Peak(dtype), Bandwidth(dtype)
+    def __init__(self, dtype, triad_bytes=None):
+        self.peak, self.bandwidth = Peak(dtype), Bandwidth(dtype, triad_bytes)
         self.peaks, self.bandwidths = [], []
 
     def measure(self):
@@ -154,13 +157,6 @@ def sweep_row(m, k, n, degree, tile, cores, itemsize):
     moved = product_bytes(m, k, columns, itemsize)
     return {"m": m, "degree": degree, "columns": columns, "tiles": tiles, "waves": waves,
             "busy": tiles / (waves * cores), "bytes": moved, "intensity": 2 * m * k * columns / moved, "gflops": []}
-
-
-def _sizes(text):
-    sizes = text.split("x")
-    if len(sizes) != 3 or not all(size.isdigit() and int(size) > 0 for size in sizes):
-        raise ValueError(f"--shape is {text!r}; valid: three positive sizes such as 1024x1024x512")
-    return tuple(map(int, sizes))
 
 
 def _operands(m, k, n, dtype):

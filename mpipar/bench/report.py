@@ -46,6 +46,14 @@ def integers(option, text, highest=None):
     return [int(part) for part in parts]
 
 
+def sizes(option, text, count):
+    """`count` positive sizes such as 64x3x3. ValueError naming the option for anything else."""
+    parts = text.split("x")
+    if len(parts) != count or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"{option} is {text!r}; valid: {count} positive sizes divided by x")
+    return tuple(map(int, parts))
+
+
 def write_json(report, path):
     """The whole report as a JSON file; nothing without a path."""
     if path:
