@@ -1,9 +1,9 @@
-"""One tensor-parallel shard by a tiled CUDA kernel (lecture section 3.2):  mpirun -np 4 python examples/tiled_gemm_cuda.py
+"""The CUDA product of lecture 2, section 3.2:  mpirun -np 4 python examples/tiled_gemm_cuda.py [M] [K] [N]
 
-Rank e has the columns W_e of W and computes Y_e = X W_e: each block of threads makes one TILE x TILE block of Y_e from
-tiles of X and W_e that it keeps in shared memory. Runs on a GPU where there is one, else in Numba's CUDA simulator
-(every CUDA thread is a Python thread: right but slow, so everything is small). Prints what the lecture's program
-prints, and the largest difference from mpipar's own product. Sizes: python examples/tiled_gemm_cuda.py [M] [K] [N].
+Rank e has the columns W_e of W and computes Y_e = X W_e: each block of threads makes one TILE x TILE block of
+Y_e from tiles of X and W_e that it keeps in shared memory. Runs on a GPU where there is one, else in Numba's
+CUDA simulator (every CUDA thread is a Python thread: right but slow, so everything is small). Prints what the
+lecture's program prints, and the largest difference from mpipar's own product.
 NUMBA_ENABLE_CUDASIM=1 chooses the simulator where there is a GPU.
 """
 
@@ -30,7 +30,7 @@ if not GPU:
     os.environ[SIMULATOR] = "1"
 from numba import cuda, float32  # noqa: E402
 
-os.environ.pop(SIMULATOR, None)  # mpipar keeps its kernels for each setting of Numba, and this one changes none of them
+os.environ.pop(SIMULATOR, None)  # mpipar keeps its kernels for each setting of Numba: not for this one
 
 import numpy as np  # noqa: E402
 
@@ -92,7 +92,8 @@ def main():
     w = np.ascontiguousarray(whole_w[:, first:last])  # W_e
 
     y, seconds, grid = shard(x, w)
-    widths = [last - first for first, last in (split_range(n, mesh.tp.size, rank) for rank in range(mesh.tp.size))]
+    ends = [split_range(n, mesh.tp.size, rank)[1] for rank in range(mesh.tp.size)]
+    widths = [last - first for first, last in zip([0, *ends], ends)]
     whole_y = mesh.tp.all_gather(y, axis=1, sizes=widths)
     reference = mesh.first_on_node(lambda: gemm(x, whole_w, np.empty((m, n), np.float32)))
     error = float(np.abs(whole_y - reference).max())
@@ -100,12 +101,14 @@ def main():
     if mesh.is_root:
         blocks, cores = grid[0] * grid[1], cuda.get_current_device().MULTIPROCESSOR_COUNT if GPU else None
         traffic, flops = 2 * TILE * k * 4, 2 * TILE * TILE * k  # of one block: a strip of X and one of W_e
-        print(f"shard: M={m} K={k} N/E={w.shape[1]} (N={n}, E={mesh.tp.size}), grid {grid[0]} x {grid[1]} = {blocks} blocks "
-              f"of {TILE} x {TILE} threads, " + (f"{cores} SMs" if GPU else "CUDA simulator"))
-        print(f"time {seconds * 1e3:.3f} ms, {2 * m * k * w.shape[1] / max(seconds, 1e-9) / 1e9:.4g} GFLOP/s on rank 0"
+        print(f"shard: M={m} K={k} N/E={w.shape[1]} (N={n}, E={mesh.tp.size}), "
+              f"grid {grid[0]} x {grid[1]} = {blocks} blocks of {TILE} x {TILE} threads, "
+              + (f"{cores} SMs" if GPU else "CUDA simulator"))
+        speed = 2 * m * k * w.shape[1] / max(seconds, 1e-9) / 1e9
+        print(f"time {seconds * 1e3:.3f} ms, {speed:.4g} GFLOP/s on rank 0"
               + ("" if GPU else " (the simulator's, not a processor's)"))
-        print(f"a block reads {traffic / 1024:.1f} KiB and does {flops / 1e3:.1f} kFLOP: {flops / traffic:.1f} FLOP/byte "
-              f"(TILE/4), whatever M, K and N are")
+        print(f"a block reads {traffic / 1024:.1f} KiB and does {flops / 1e3:.1f} kFLOP: "
+              f"{flops / traffic:.1f} FLOP/byte (TILE/4), whatever M, K and N are")
         print(f"largest difference from mpipar's product, all {mesh.tp.size} shards together: {error:.3e}")
     assert error < 1e-6 * k, "the shards together must be the whole product"
 

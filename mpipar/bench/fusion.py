@@ -1,6 +1,7 @@
-"""`python -m mpipar.bench fusion`: three loops against one, and a convolution with its whole patch matrix against
-one that makes a tile of it at a time (lecture section 2.6, items 3 and 4)."""
+"""`python -m mpipar.bench fusion`: three loops against one, and a convolution with its whole patch matrix
+against one that makes a tile of it at a time (lecture section 2.6, items 3 and 4)."""
 
+import functools
 import statistics
 import time
 
@@ -9,7 +10,7 @@ import numpy as np
 from ..kernels.convolution import METHODS, convolution_bytes, convolution_forward, output_shape
 from ..kernels.fusion import COUNTS, add_mul_add, add_mul_add_unfused, bytes_moved, intensity
 from ..kernels.threads import limit_threads
-from .report import conditions, integers, print_conditions, sizes, spread, write_json
+from .report import conditions, integers, print_conditions, print_table, sizes, spread, write_json
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}  # of the largest result
 REPEAT_BYTES = 1 << 26  # a measurement repeats small loops until they have moved so much
@@ -18,7 +19,7 @@ REPEAT_BYTES = 1 << 26  # a measurement repeats small loops until they have move
 def add_arguments(parser):
     """The options of `mpipar.bench fusion`."""
     parser.add_argument("--elements", default=f"{1 << 24},{1 << 16}", metavar="COUNT,...",
-                        help="of each array of add-mul-add: one that no cache holds, one that fits (default: %(default)s)")
+                        help="of each array: more than caches hold, and few (default: %(default)s)")
     parser.add_argument("--image", default="8x32x64x64", metavar="NxCxHxW", help="(default: %(default)s)")
     parser.add_argument("--kernel", default="64x3x3", metavar="KxRxS", help="(default: %(default)s)")
     parser.add_argument("--padding", type=int, default=1, help="of the image (default: %(default)s)")
@@ -29,7 +30,7 @@ def add_arguments(parser):
 
 
 def run(arguments):
-    """Prints both comparisons: times of the best run with the quartiles of all; ratios are medians of the pairs."""
+    """Prints both comparisons: the best time beside the quartiles of all; ratios are medians of the pairs."""
     if arguments.runs < 1:
         raise ValueError(f"--runs is {arguments.runs}; valid values: integers from 1")
     counts = integers("--elements", arguments.elements)
@@ -76,7 +77,8 @@ def compare_convolutions(image, weight, padding, dtype, runs):
     for method in reversed(METHODS):
         moved, patches = convolution_bytes(image, weight, dtype.itemsize, padding=padding, method=method)
         forms[method] = {"bytes": moved, "patch_bytes": patches, "flops": flops, "intensity": flops / moved}
-        functions[method] = lambda method=method: convolution_forward(x, w, outs[method], padding=padding, method=method)
+        functions[method] = functools.partial(convolution_forward, x, w, outs[method], padding=padding,
+                                              method=method)
     ratios = _alternate(functions, forms, runs, 1)
     error = float(np.abs(outs["im2col"] - outs["implicit"]).max() / max(np.abs(outs["im2col"]).max(), 1e-300))
     if not error <= TOLERANCE[dtype.name]:
@@ -86,7 +88,7 @@ def compare_convolutions(image, weight, padding, dtype, runs):
 
 
 def _alternate(functions, forms, runs, repeats):
-    """Runs two functions by turns, adds their "seconds" to `forms`; returns first over second of each turn."""
+    """Runs two functions by turns, adds "seconds" to their forms; returns first over second of each turn."""
     for function in functions.values():
         function()  # compiles, and touches all memory
     for form in forms.values():
@@ -103,23 +105,38 @@ def _alternate(functions, forms, runs, repeats):
 
 def _print_loops(pair):
     print(f"\n(a + b) * c + d on {pair['elements']} elements")
-    print(f"{'':<10} {'operations/element moved':>25} {'MB moved':>9} {'best ms':>9} {'quartiles':>15} {'GB/s':>7}")
-    for name, form in pair["forms"].items():
-        best = min(form["seconds"])
-        print(f"{name:<10} {form['intensity']:25.3f} {form['bytes'] / 1e6:9.2f} {1e3 * best:9.4f} "
-              f"{spread([1e3 * s for s in form['seconds']]):>15} {form['bytes'] / best / 1e9:7.1f}")
-    print(f"one loop is {pair['speedup']:.2f} times as fast ({spread(pair['speedups'])}); by the bytes {pair['expected']:.2f}")
+    print_table([
+        ("", "", lambda form: form["name"]),
+        ("operations/element moved", ".3f", lambda form: form["intensity"]),
+        ("MB moved", ".2f", lambda form: form["bytes"] / 1e6),
+        *_time_columns(),
+        ("GB/s", ".1f", lambda form: form["bytes"] / min(form["seconds"]) / 1e9),
+    ], _named(pair["forms"]))
+    print(f"one loop is {pair['speedup']:.2f} times as fast ({spread(pair['speedups'])}); "
+          f"by the bytes {pair['expected']:.2f}")
 
 
 def _print_convolution(result):
-    n, c, h, w = result["image"]
-    k, _, r, s = result["weight"]
+    (n, c, h, w), (k, _, r, s) = result["image"], result["weight"]
     print(f"\nconvolution of [{n}, {c}, {h}, {w}] with [{k}, {c}, {r}, {s}], padding {result['padding']}")
-    print(f"{'':<10} {'MB moved':>9} {'MB of patches':>14} {'FLOP/byte':>10} {'best ms':>9} {'quartiles':>15} {'GFLOP/s':>8}")
-    for name, form in result["forms"].items():
-        best = min(form["seconds"])
-        print(f"{name:<10} {form['bytes'] / 1e6:9.2f} {form['patch_bytes'] / 1e6:14.3f} {form['intensity']:10.1f} {1e3 * best:9.3f} "
-              f"{spread([1e3 * s for s in form['seconds']]):>15} {form['flops'] / best / 1e9:8.1f}")
+    print_table([
+        ("", "", lambda form: form["name"]),
+        ("MB moved", ".2f", lambda form: form["bytes"] / 1e6),
+        ("MB of patches", ".3f", lambda form: form["patch_bytes"] / 1e6),
+        ("FLOP/byte", ".1f", lambda form: form["intensity"]),
+        *_time_columns(),
+        ("GFLOP/s", ".1f", lambda form: form["flops"] / min(form["seconds"]) / 1e9),
+    ], _named(result["forms"]))
     explicit, implicit = (result["forms"][name] for name in ("im2col", "implicit"))
-    print(f"implicit moves {implicit['bytes'] / explicit['bytes']:.2f} of the bytes (patches are R S = {r * s} images) and is "
-          f"{result['speedup']:.2f} times as fast ({spread(result['speedups'])}); largest difference {result['error']:.1e}")
+    print(f"implicit moves {implicit['bytes'] / explicit['bytes']:.2f} of the bytes (all patches: "
+          f"R S = {r * s} times the image) and is {result['speedup']:.2f} times as fast ({spread(result['speedups'])}); "
+          f"largest difference {result['error']:.1e}")
+
+
+def _time_columns():
+    return (("best ms", ".4f", lambda form: 1e3 * min(form["seconds"])),
+            ("quartiles", "", lambda form: spread([1e3 * seconds for seconds in form["seconds"]])))
+
+
+def _named(forms):
+    return [{"name": name, **form} for name, form in forms.items()]

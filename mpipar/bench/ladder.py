@@ -2,6 +2,7 @@
 roofline (lecture section 2.6), and what is lost when a layer is cut into narrow shards or small micro-batches
 (the second program of the lecture, section 3.2)."""
 
+import functools
 import time
 
 import numpy as np
@@ -13,18 +14,18 @@ from ..kernels.settings import settings
 from ..kernels.threads import limit_threads
 from .gemm import TOLERANCE
 from .gemm import _Peak as Peak
-from .report import conditions, integers, print_conditions, sizes, spread, write_json
+from .report import conditions, integers, print_conditions, print_table, sizes, spread, write_json
 from .roofline import Bandwidth, product_bytes, roofline, tile_intensity
 
-# (name, function of (a, b, out, tile), tile of its memory traffic: None stands for the tile argument).
-STEPS = (
-    ("triple loop", lambda a, b, out, tile: gemm_plain.triple_loop(a, b, out), 1),
-    ("row-parallel", lambda a, b, out, tile: gemm_plain.row_parallel(a, b, out), 1),
-    ("tiled", lambda a, b, out, tile: gemm_plain.tiled(a, b, out, tile=tile), None),
-    ("(i) splat", lambda a, b, out, tile: gemm_vectorised.splat_rows(a, b, out, tile=tile), None),
-    ("(ii) transpose, dot", lambda a, b, out, tile: gemm_vectorised.dot_columns(a, b, out, tile=tile), None),
-    ("(iii) register block", lambda a, b, out, tile: gemm_vectorised.register_block(a, b, out, tile=tile), None),
-)
+# name: (function, does it take a tile). A loop that takes none uses nothing twice: its tile is 1.
+STEPS = {
+    "triple loop": (gemm_plain.triple_loop, False),
+    "row-parallel": (gemm_plain.row_parallel, False),
+    "tiled": (gemm_plain.tiled, True),
+    "(i) splat": (gemm_vectorised.splat_rows, True),
+    "(ii) transpose, dot": (gemm_vectorised.dot_columns, True),
+    "(iii) register block": (gemm_vectorised.register_block, True),
+}
 PACKED = "packed panels"
 REPEAT_FLOPS, REPEAT_MOST = 2e8, 500  # a measurement repeats a small product so far
 
@@ -32,15 +33,17 @@ REPEAT_FLOPS, REPEAT_MOST = 2e8, 500  # a measurement repeats a small product so
 def add_arguments(parser):
     """The options of `mpipar.bench ladder`."""
     parser.add_argument("--shape", default="1024x1024x512", metavar="MxKxN",
-                        help="out[M, N] = a[M, K] @ b[K, N], the whole product of the layer (default: %(default)s)")
-    parser.add_argument("--tile", type=int, default=128, help="rows and columns of a block (default: %(default)s)")
+                        help="the whole product of the layer, [M, K] x [K, N] (default: %(default)s)")
+    parser.add_argument("--tile", type=int, default=128,
+                        help="rows and columns of a block (default: %(default)s)")
     parser.add_argument("--shards", default="1,2,4,8", metavar="E,...",
-                        help="tensor-parallel degrees: the product of one rank has N/E columns (default: %(default)s)")
-    parser.add_argument("--micro-batches", metavar="M,...", help="rows of the sweep (default: M, M/4, M/16, M/64)")
+                        help="tensor-parallel degrees: a rank has N/E columns (default: %(default)s)")
+    parser.add_argument("--micro-batches", metavar="M,...",
+                        help="rows of the sweep (default: M, M/4, M/16, M/64)")
     parser.add_argument("--cores", type=int, default=host().cores,
-                        help="that share the tiles; 108 for the lecture's A100 (default: %(default)s, as here)")
+                        help="that share the tiles; 108 is the lecture's A100 (default: %(default)s)")
     parser.add_argument("--triad-mib", type=int, metavar="MIB",
-                        help="memory of the bandwidth measurement (default: four times the caches, a quarter of the free memory at most)")
+                        help="for the bandwidth (default: 4 times the caches, at most 1/4 of free memory)")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32")
     parser.add_argument("--threads", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--runs", type=int, default=5, help="rounds through all of it (default: %(default)s)")
@@ -48,8 +51,8 @@ def add_arguments(parser):
 
 
 def run(arguments):
-    """Prints the limits, the ladder and the sweep. Speeds are those of the best round (whatever else runs on the
-    machine only slows a round down), beside the quartiles of all."""
+    """Prints the limits, the ladder and the sweep. Speeds are those of the best round (whatever else runs on
+    the machine only slows a round down), beside the quartiles of all."""
     for option in ("runs", "cores", "triad_mib"):
         if (value := getattr(arguments, option)) is not None and value < 1:
             raise ValueError(f"--{option.replace('_', '-')} is {value}; valid values: integers from 1")
@@ -63,9 +66,10 @@ def run(arguments):
     report = conditions(dtype, arguments.runs)
     print_conditions(report)
     limits = Limits(dtype, arguments.triad_mib and arguments.triad_mib << 20)
-    report |= {"m": m, "k": k, "n": n, "tile": arguments.tile, "cores": arguments.cores,
-               "steps": climb(m, k, n, arguments.tile, dtype, arguments.runs, limits),
-               "shards": sweep(m, k, n, shards, batches, arguments.tile, arguments.cores, dtype, arguments.runs, limits)}
+    tile, cores, runs = arguments.tile, arguments.cores, arguments.runs
+    report |= {"m": m, "k": k, "n": n, "tile": tile, "cores": cores,
+               "steps": climb(m, k, n, tile, dtype, runs, limits),
+               "shards": sweep(m, k, n, shards, batches, tile, cores, dtype, runs, limits)}
     report |= {"peak_gflops": limits.peak_gflops, "bandwidth_gbs": limits.bandwidth_gbs,
                "balance": limits.balance, "triad_bytes": limits.bandwidth.bytes}
     limits.bound(report["steps"])
@@ -111,32 +115,35 @@ class Limits:
 def climb(m, k, n, tile, dtype, runs, limits):
     """A row for each step of the ladder; every step is checked against the packed product."""
     a, b = _operands(m, k, n, dtype)
+    out = np.empty((m, n), dtype)
     right, scale = gemm(a, b, np.empty((m, n), dtype)), max(float((np.abs(a) @ np.abs(b)).max()), 1e-300)
-    steps = (*STEPS, (PACKED, lambda a, b, out, tile: gemm(a, b, out), 0))
-    rows, out = [], np.empty((m, n), dtype)
-    for name, function, block in steps:
+    calls, rows = [], []
+    for name, (function, takes_tile) in {**STEPS, PACKED: (gemm, False)}.items():
+        calls.append(functools.partial(function, a, b, out, **({"tile": tile} if takes_tile else {})))
         out.fill(np.nan)
-        function(a, b, out, tile)
+        calls[-1]()
         error = float(np.abs(out - right).max()) / scale
         if not error <= TOLERANCE[dtype.name]:
             raise AssertionError(f"{name}: differs from the packed product by {error:.1e} of its scale")
-        moved = product_bytes(m, k, n, dtype.itemsize, {None: tile, 0: None}.get(block, block))
+        block = None if name == PACKED else tile if takes_tile else 1
+        moved = product_bytes(m, k, n, dtype.itemsize, block)
         rows.append({"name": name, "error": error, "bytes": moved, "intensity": 2 * m * k * n / moved,
                      "gflops": []})
     for _ in range(runs):
         limits.measure()
-        for row, (_, function, _) in zip(rows, steps):
-            row["gflops"].append(_speed(lambda: function(a, b, out, tile), 2 * m * k * n))
+        for row, call in zip(rows, calls):
+            row["gflops"].append(_speed(call, 2 * m * k * n))
     return rows
 
 
 def sweep(m, k, n, shards, batches, tile, cores, dtype, runs, limits):
-    """A row for each number of rows in `batches` and degree E in `shards`: the packed product [M, K] x [K, N/E].
+    """A row for each M in `batches` and degree E in `shards`: the packed product [M, K] x [K, N/E].
 
-    `efficiency` is its best speed over that of the whole product [m, k] x [k, n], measured in the same rounds.
+    `efficiency` is its best speed over that of the whole product [m, k] x [k, n], from the same rounds.
     """
     a, b = _operands(max(m, *batches), k, n, dtype)
-    rows = [sweep_row(batch, k, n, degree, tile, cores, dtype.itemsize) for batch in batches for degree in shards]
+    rows = [sweep_row(batch, k, n, degree, tile, cores, dtype.itemsize)
+            for batch in batches for degree in shards]
     whole = []
     for _ in range(runs):
         limits.measure()
@@ -150,13 +157,14 @@ def sweep(m, k, n, shards, batches, tile, cores, dtype, runs, limits):
 
 
 def sweep_row(m, k, n, degree, tile, cores, itemsize):
-    """What the sizes alone say about the widest shard of N columns over `degree` ranks (lecture section 3.2)."""
+    """What the sizes alone say about the widest shard of N columns over `degree` ranks (section 3.2)."""
     columns = -(-n // degree)
     tiles = -(-m // tile) * -(-columns // tile)
     waves = -(-tiles // cores)
     moved = product_bytes(m, k, columns, itemsize)
     return {"m": m, "degree": degree, "columns": columns, "tiles": tiles, "waves": waves,
-            "busy": tiles / (waves * cores), "bytes": moved, "intensity": 2 * m * k * columns / moved, "gflops": []}
+            "busy": tiles / (waves * cores), "bytes": moved, "intensity": 2 * m * k * columns / moved,
+            "gflops": []}
 
 
 def _operands(m, k, n, dtype):
@@ -179,7 +187,7 @@ def _speed(function, flops):
 
 
 def _print_limits(report, limits):
-    print(f"peak {report['peak_gflops']:.1f} GFLOP/s ({spread(limits.peaks)}; register kernel in the nearest cache), "
+    print(f"peak {report['peak_gflops']:.1f} GFLOP/s ({spread(limits.peaks)}; register kernel, nearest cache), "
           f"memory {report['bandwidth_gbs']:.1f} GB/s ({spread(limits.bandwidths)}; triad over "
           f"{report['triad_bytes'] >> 20} MiB)")
     print(f"balance: from {report['balance']:.1f} FLOP/byte on, arithmetic is the limit")
@@ -187,37 +195,47 @@ def _print_limits(report, limits):
 
 def _print_steps(report):
     print(f"\n{report['m']} x {report['k']} x {report['n']}, tile {report['tile']}")
-    print(f"{'step':<22} {'GFLOP/s':>8} {'quartiles':>15} {'of peak':>8} {'FLOP/byte':>10} {'bound':>8}  limit")
-    for row in report["steps"]:
-        print(f"{row['name']:<22} {max(row['gflops']):8.2f} {spread(row['gflops']):>15} "
-              f"{max(row['gflops']) / report['peak_gflops']:8.1%} {row['intensity']:10.2f} {row['bound_gflops']:8.1f}  "
-              f"{_limit(row, report)}")
-    print("FLOP/byte: if one block of each matrix stays near (plain loops: nothing does; packed: each matrix moves once).\n"
-          "bound: min(peak, FLOP/byte x memory). Matrices that fit a cache can be faster than a bound set by memory.")
+    print_table([
+        ("step", "", lambda row: row["name"]),
+        ("GFLOP/s", ".2f", lambda row: max(row["gflops"])),
+        ("quartiles", "", lambda row: spread(row["gflops"])),
+        ("of peak", ".1%", lambda row: max(row["gflops"]) / report["peak_gflops"]),
+        ("FLOP/byte", ".2f", lambda row: row["intensity"]),
+        ("bound", ".1f", lambda row: row["bound_gflops"]),
+        ("limit", "", lambda row: "memory" if row["intensity"] < report["balance"] else "arithmetic"),
+    ], report["steps"])
+    print("FLOP/byte: if one block of each matrix stays near (plain loops: nothing does; packed: each matrix\n"
+          "moves once). bound: min(peak, FLOP/byte x memory); what fits a cache can exceed one set by memory.")
 
 
 def _print_tile(report, dtype):
-    k, tile, size = report["k"], report["tile"], dtype.itemsize
+    m, k, n, tile, size = report["m"], report["k"], report["n"], report["tile"], dtype.itemsize
     intensity = tile_intensity(tile, size)
     side = "below" if intensity < report["balance"] else "above"
     print(f"\none tile: reads 2 TILE K = {2 * tile * k * size / 1024:.0f} KiB, does 2 TILE^2 K = "
-          f"{2 * tile * tile * k / 1e6:.2f} MFLOP: TILE/{size} = {intensity:.1f} FLOP/byte, {side} the balance")
-    m, n = report["m"], report["n"]
-    print(f"whole: work 2MKN = {2 * m * k * n / 1e9:.3f} GFLOP, span 2K = {2 * k} FLOP, parallelism MN = {m * n}")
+          f"{2 * tile * tile * k / 1e6:.2f} MFLOP: "
+          f"TILE/{size} = {intensity:.1f} FLOP/byte, {side} the balance")
+    print(f"whole: work 2MKN = {2 * m * k * n / 1e9:.3f} GFLOP, span 2K = {2 * k} FLOP, "
+          f"parallelism MN = {m * n}")
 
 
 def _print_shards(report):
-    cores = report["cores"]
-    print(f"\nshards [M, {report['k']}] x [{report['k']}, N/E] by the packed product; tiles of {report['tile']} over {cores} cores")
-    print(f"{'M':>6} {'E':>4} {'N/E':>6} {'tiles':>6} {'a core':>7} {'waves':>6} {'busy':>5} {'FLOP/byte':>10} {'bound':>8} "
-          f"{'GFLOP/s':>8} {'quartiles':>15} {'lost':>7}")
-    for row in report["shards"]:
-        print(f"{row['m']:6} {row['degree']:4} {row['columns']:6} {row['tiles']:6} {row['tiles'] / cores:7.2f} {row['waves']:6} "
-              f"{row['busy']:5.0%} {row['intensity']:10.1f} {row['bound_gflops']:8.1f} {max(row['gflops']):8.1f} "
-              f"{spread(row['gflops']):>15} {1 - row['efficiency']:7.1%}")
-    print("busy: share of the cores with a tile to do, over all waves. lost: of the speed of the whole product\n"
-          "(negative: faster). FLOP/byte: each matrix moves once.")
-
-
-def _limit(row, report):
-    return "memory" if row["intensity"] < report["balance"] else "arithmetic"
+    k, cores = report["k"], report["cores"]
+    print(f"\nshards [M, {k}] x [{k}, N/E] by the packed product; "
+          f"tiles of {report['tile']} over {cores} cores")
+    print_table([
+        ("M", "", lambda row: row["m"]),
+        ("E", "", lambda row: row["degree"]),
+        ("N/E", "", lambda row: row["columns"]),
+        ("tiles", "", lambda row: row["tiles"]),
+        ("a core", ".2f", lambda row: row["tiles"] / cores),
+        ("waves", "", lambda row: row["waves"]),
+        ("busy", ".0%", lambda row: row["busy"]),
+        ("FLOP/byte", ".1f", lambda row: row["intensity"]),
+        ("bound", ".1f", lambda row: row["bound_gflops"]),
+        ("GFLOP/s", ".1f", lambda row: max(row["gflops"])),
+        ("quartiles", "", lambda row: spread(row["gflops"])),
+        ("lost", ".1%", lambda row: 1 - row["efficiency"]),
+    ], report["shards"])
+    print("busy: share of the cores with a tile to do, over all waves. lost: of the speed of the whole\n"
+          "product (negative: faster). FLOP/byte: each matrix moves once.")

@@ -14,7 +14,8 @@ from ..kernels.settings import settings
 def conditions(dtype, runs) -> dict:
     """Hardware, versions and settings, the head of a report."""
     return {"hardware": host().describe(), "load_average": os.getloadavg()[0], "numpy": np.__version__,
-            "python": platform.python_version(), "dtype": np.dtype(dtype).name, "threads": settings.threads, "runs": runs}
+            "python": platform.python_version(), "dtype": np.dtype(dtype).name, "threads": settings.threads,
+            "runs": runs}
 
 
 def print_conditions(report):
@@ -26,8 +27,10 @@ def print_conditions(report):
 
 def quartiles(values):
     """(lower quartile, upper quartile); of one value, that value twice."""
-    values = sorted(values)
-    return tuple(statistics.quantiles(values, n=4, method="inclusive")[::2]) if len(values) > 1 else (values[0],) * 2
+    if len(values) == 1:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
 
 
 def spread(values) -> str:
@@ -35,6 +38,16 @@ def spread(values) -> str:
     low, high = quartiles(values)
     digits = 1 if high >= 10 else 2
     return f"{low:.{digits}f}..{high:.{digits}f}"
+
+
+def print_table(columns, rows):
+    """columns: (title, format, function of a row) each, the first to the left, the others to the right."""
+    lines = [[title for title, _, _ in columns]]
+    lines += [[format(value(row), kind) for _, kind, value in columns] for row in rows]
+    widths = [max(map(len, cells)) for cells in zip(*lines)]
+    for first, *others in lines:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+        print("  ".join([first.ljust(widths[0]), *cells]))
 
 
 def integers(option, text, highest=None):

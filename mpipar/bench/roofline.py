@@ -1,4 +1,4 @@
-"""The two limits of a loop, measured on the spot, and what the loop asks of memory (lecture sections 2.6 and 4.4).
+"""The two limits of a loop, measured on the spot, and what a loop asks of memory (lecture, 2.6 and 4.4).
 
 A loop that does f operations for each byte it moves (its arithmetic intensity) runs at no more than
 min(peak, f * bandwidth): the roofline. The intensities here follow from the sizes alone.
@@ -20,7 +20,7 @@ class Bandwidth:
     """The stream triad a = b + s * c (McCalpin) over arrays that no cache holds.
 
     Counts three moves of the array a run, as STREAM does; that a's lines are read before they are written
-    is not counted. `bytes` says how large the three arrays are together. The arrays live as long as the object.
+    is not counted. `bytes` says how large the three arrays are together.
     """
 
     def __init__(self, dtype, size=None):
@@ -54,7 +54,7 @@ def product_bytes(m, k, n, itemsize, tile=None):
 
 
 def tile_intensity(tile, itemsize):
-    """FLOP/byte of a tile: 2 tile^2 k operations on 2 tile k elements (lecture section 3.2: TILE/4 in float32)."""
+    """FLOP/byte of a tile: 2 tile^2 k operations on 2 tile k elements (section 3.2: TILE/4 in float32)."""
     return tile / itemsize
 
 

@@ -1,7 +1,7 @@
 """Convolution as a matrix product (lecture section 2.6, item 4), explicit and implicit.
 
-The patch matrix of an image has a row for each (channel, r, s) of the kernel and a column for each place of the
-result: X[c R S + r S + s, p Q + q] = x[c, p + r - padding, q + s - padding], zero outside the image. Then
+The patch matrix of an image has a row for each (channel, r, s) of the kernel and a column for each place of
+the result: X[c R S + r S + s, p Q + q] = x[c, p + r - padding, q + s - padding], zero outside the image. Then
 out[K, P Q] = w[K, C R S] @ X.
 
     im2col    makes X whole in memory, R * S times the size of x, and multiplies once for each image
@@ -29,11 +29,11 @@ TILE_DEPTH = 1024  # rows of a tile at most: long enough sums for the product to
 def convolution_forward(x, w, out, *, padding=0, method="implicit"):
     """out[n, k] = sum over c, r, s of x[n, c, p + r - padding, q + s - padding] * w[k, c, r, s]; returns out.
 
-    x: [N, C, H, W]; w: [K, C, R, S]; out: [N, K, P, Q], C-contiguous, no memory shared with x or w; all float32
-    or all float64. (This is what deep learning calls convolution: the kernel is not turned round.) padding >= 0:
-    rows and columns of zeros on each side, a number or a pair (rows, columns). method: "implicit" or "im2col";
-    both give the product the same numbers, in sums that may be cut in other places. The bits do not depend on
-    the number of threads. ValueError where shapes, dtypes, padding or method do not fit.
+    x: [N, C, H, W]; w: [K, C, R, S]; out: [N, K, P, Q], C-contiguous, no memory shared with x or w; all
+    float32 or all float64. (This is what deep learning calls convolution: the kernel is not turned round.)
+    padding >= 0: rows and columns of zeros on each side, a number or a pair (rows, columns). method:
+    "implicit" or "im2col"; their results differ by rounding only. The bits do not depend on the number of threads.
+    ValueError where shapes, dtypes, padding or method do not fit.
     """
     _check_method(method)
     same_dtype(x, w, out)
@@ -61,16 +61,17 @@ def output_shape(x_shape, w_shape, *, padding=0):
         raise ValueError(f"x {x_shape} and w {w_shape} do not fit; valid: x[N, C, H, W] and w[K, C, R, S]")
     height, width = x_shape[2] + 2 * rows - w_shape[2] + 1, x_shape[3] + 2 * columns - w_shape[3] + 1
     if height < 1 or width < 1 or min(w_shape[2:]) < 1:
-        raise ValueError(f"a kernel of {w_shape[2]} x {w_shape[3]} does not fit an image of {x_shape[2]} x {x_shape[3]} "
-                         f"with padding {rows}, {columns}; valid: 1 x 1 up to the padded image")
+        raise ValueError(f"a kernel of {w_shape[2]} x {w_shape[3]} does not fit an image of "
+                         f"{x_shape[2]} x {x_shape[3]} with padding {rows}, {columns}; "
+                         "valid: 1 x 1 up to the padded image")
     return x_shape[0], w_shape[0], height, width
 
 
 def convolution_bytes(x_shape, w_shape, itemsize, *, padding=0, method="implicit"):
     """(bytes moved between memory and caches, bytes of memory for patches) of one `convolution_forward`.
 
-    Both read x and w and write out. im2col also writes the patch matrix and reads it again. implicit reads the
-    rows of x that two neighbouring tiles share twice; its tiles stay in cache.
+    Both read x and w and write out. im2col also writes the patch matrix and reads it again. implicit reads
+    the rows of x that two neighbouring tiles share twice; its tiles stay in cache.
     """
     _check_method(method)
     images, channels_out, height, width = output_shape(x_shape, w_shape, padding=padding)
@@ -156,7 +157,7 @@ def _patches(x, patches, r_size, s_size, top, left, first, last, width):
         for r in range(r_size):
             for s in range(s_size):
                 target = patches[(c * r_size + r) * s_size + s]
-                start = min(width, max(0, left - s))  # columns of the result that see the image: start .. stop
+                start = min(width, max(0, left - s))  # start .. stop: columns that see the image
                 stop = max(start, min(width, columns + left - s))
                 for p in range(first, last):
                     line = target[(p - first) * width:(p - first + 1) * width]

@@ -20,7 +20,7 @@ COUNTS = {"unfused": (3, 6, 3), "fused": (3, 4, 1)}
 def add_mul_add_unfused(a, b, c, d, out, *, work=None):
     """out = (a + b) * c + d in three loops, each over all elements.
 
-    All arrays have one shape and dtype (float32 or float64), out is C-contiguous and may be any of the operands.
+    All arrays have one shape and dtype (float32 or float64); out is C-contiguous and may be an operand.
     work: two more arrays like out for what is in between, made anew if not given. ValueError where shapes or
     dtypes do not fit.
     """
@@ -39,7 +39,8 @@ def add_mul_add(a, b, c, d, out):
     Arguments and errors as in `add_mul_add_unfused`.
     """
     a, b, c, d, flat = _flat((a, b, c, d), (out,))
-    parallel_for(_add_mul_add, [(a[cut], b[cut], c[cut], d[cut], flat[cut]) for cut in ranges(flat.size, GRAIN)])
+    cuts = ranges(flat.size, GRAIN)
+    parallel_for(_add_mul_add, [(a[cut], b[cut], c[cut], d[cut], flat[cut]) for cut in cuts])
     return out
 
 

@@ -1,4 +1,4 @@
-"""The first steps that lead to the blocked product (lecture section 2.6), each runnable, checked and measured.
+"""The first steps towards the blocked product (lecture section 2.6), each runnable, checked and measured.
 
     triple_loop        three loops, one sum at a time
     row_parallel       the same, rows shared out among threads

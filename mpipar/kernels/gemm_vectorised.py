@@ -59,7 +59,8 @@ def register_block(a, b, out, *, tile=64):
     tile = -(-tile // width) * width
     panels_of_a = np.empty((min(tile, m + width) // width, k, width), out.dtype)
     panel_of_b = np.empty((min(tile, k), width), out.dtype)
-    _register_blocks(out.dtype.type(0), a, b, out, panels_of_a, panel_of_b, np.empty((width, width), out.dtype), tile)
+    edge = np.empty((width, width), out.dtype)
+    _register_blocks(out.dtype.type(0), a, b, out, panels_of_a, panel_of_b, edge, tile)
     return out
 
 
@@ -164,11 +165,13 @@ def _square(context, zero, a, b, k, c, c_step):
 
         def splat(value):
             one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.IntType(32)(0))
-            return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width))
+            all_first = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
+            return builder.shuffle_vector(one, one, all_first)
 
         rows = [place(c, i, c_step) for i in range(width)]
         first = [read(vector, row) for row in rows]
-        before, loop, after = builder.block, builder.append_basic_block("k"), builder.append_basic_block("store")
+        before = builder.block
+        loop, after = builder.append_basic_block("k"), builder.append_basic_block("store")
         builder.branch(loop)
 
         builder.position_at_end(loop)
@@ -178,7 +181,8 @@ def _square(context, zero, a, b, k, c, c_step):
         at_a, of_b = builder.add(a, line), read(vector, builder.add(b, line))
         new = []
         for i in range(width):
-            product = builder.fmul(splat(read(element, builder.add(at_a, word(i * size)))), of_b, flags=("contract",))
+            of_a = splat(read(element, builder.add(at_a, word(i * size))))
+            product = builder.fmul(of_a, of_b, flags=("contract",))
             new.append(builder.fadd(sums[i], product, flags=("contract",)))
         next_step = builder.add(step, word(1))
         for node, start, value in zip([step, *sums], [word(0), *first], [next_step, *new]):

@@ -1,4 +1,4 @@
-"""`python -m mpipar.bench ladder`: its formulas, what it prints and writes, what it refuses. No speed is asserted."""
+"""`python -m mpipar.bench ladder`: its formulas, its output, what it refuses. No speed is asserted."""
 
 import json
 
@@ -25,7 +25,8 @@ def _threads():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_table_and_file(tmp_path, capsys, dtype):
     path = tmp_path / "ladder.json"
-    assert main([*SMALL, "--runs", "2", "--dtype", dtype, "--shards", "1,2,5", "--micro-batches", "40,7", "--json", str(path)]) == 0
+    sweep = ["--shards", "1,2,5", "--micro-batches", "40,7"]
+    assert main([*SMALL, *sweep, "--runs", "2", "--dtype", dtype, "--json", str(path)]) == 0
     shown, report = capsys.readouterr().out, json.loads(path.read_text())
     assert report["hardware"] in shown and "2 rounds" in shown
     names = [row["name"] for row in report["steps"]]
@@ -46,15 +47,19 @@ def test_table_and_file(tmp_path, capsys, dtype):
 
 def test_a_wrong_step_is_not_measured(monkeypatch):
     """Negative control: a step that leaves out the last row of the result is found before it is timed."""
-    name, function, block = ladder.STEPS[2]
-    wrong = (name, lambda a, b, out, tile: (out.fill(0), function(a[:-1], b, out[:-1], tile)), block)
-    monkeypatch.setattr(ladder, "STEPS", (wrong,))
+    function, _ = ladder.STEPS["tiled"]
+
+    def wrong(a, b, out, *, tile):
+        out.fill(0)
+        function(a[:-1], b, out[:-1], tile=tile)
+
+    monkeypatch.setitem(ladder.STEPS, "tiled", (wrong, True))
     with pytest.raises(AssertionError, match="tiled: differs from the packed product"):
         main([*SMALL, "--runs", "1"])
 
 
 def test_traffic_of_the_lectures_kernel():
-    """Section 3.2: M=1024, K=1024, N=512, TILE=32: 512 blocks of 256 KiB each, 8 FLOP/byte, and then the result."""
+    """Section 3.2: M=1024, K=1024, N=512, TILE=32: 512 blocks of 256 KiB, 8 FLOP/byte, and the result."""
     moved = roofline.product_bytes(1024, 1024, 512, 4, tile=32)
     assert moved == 512 * 256 * 1024 + 4 * 1024 * 512
     assert roofline.tile_intensity(32, 4) == 8  # TILE/4

@@ -1,10 +1,16 @@
-"""The two forms of convolution against plain loops, against each other, and the bytes they are said to move."""
+"""Both forms of convolution against plain loops and each other, and the bytes they are said to move."""
 
 import numpy as np
 import pytest
 
 from mpipar.kernels import convolution
-from mpipar.kernels.convolution import METHODS, convolution_bytes, convolution_forward, output_shape, tile_sizes
+from mpipar.kernels.convolution import (
+    METHODS,
+    convolution_bytes,
+    convolution_forward,
+    output_shape,
+    tile_sizes,
+)
 from tests.helpers.kernels import DTYPES, assert_close, normal, same_bits, threads
 
 # N, C, H, W, K, R, S, padding
@@ -79,10 +85,10 @@ def test_operands_may_be_views(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing(method):
-    assert convolution_forward(np.ones((0, 2, 4, 4)), np.ones((3, 2, 3, 3)), np.empty((0, 3, 2, 2)), method=method).size == 0
-    assert convolution_forward(np.ones((2, 2, 4, 4)), np.ones((0, 2, 3, 3)), np.empty((2, 0, 2, 2)), method=method).size == 0
-    out = convolution_forward(np.ones((1, 0, 4, 4)), np.ones((3, 0, 3, 3)), np.full((1, 3, 2, 2), np.nan), method=method)
-    assert not out.any()
+    for images, channels, channels_out in ((0, 2, 3), (2, 2, 0), (1, 0, 3)):
+        x, w = np.ones((images, channels, 4, 4)), np.ones((channels_out, channels, 3, 3))
+        out = np.full((images, channels_out, 2, 2), np.nan)
+        assert not convolution_forward(x, w, out, method=method).any()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -96,7 +102,7 @@ def test_a_turned_kernel_or_a_shifted_image_would_be_seen(method):
 
 
 def test_bytes_of_the_lecture():
-    """im2col moves R * S times the image twice over (item 4 of section 2.6); implicit moves what has to be moved."""
+    """im2col moves R * S times the image twice over (section 2.6, item 4), implicit what has to be moved."""
     x, w, size = (4, 16, 64, 64), (8, 16, 3, 3), 4
     need = size * (4 * 16 * 64 * 64 + 8 * 16 * 9 + 4 * 8 * 64 * 64)
     explicit, patches = convolution_bytes(x, w, size, padding=1, method="im2col")
