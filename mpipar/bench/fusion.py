@@ -129,8 +129,8 @@ def _print_convolution(result):
     ], _named(result["forms"]))
     explicit, implicit = (result["forms"][name] for name in ("im2col", "implicit"))
     print(f"implicit moves {implicit['bytes'] / explicit['bytes']:.2f} of the bytes (all patches: "
-          f"R S = {r * s} times the image) and is {result['speedup']:.2f} times as fast ({spread(result['speedups'])}); "
-          f"largest difference {result['error']:.1e}")
+          f"R S = {r * s} times the image) and is {result['speedup']:.2f} times as fast "
+          f"({spread(result['speedups'])}); largest difference {result['error']:.1e}")
 
 
 def _time_columns():

@@ -187,7 +187,7 @@ def _speed(function, flops):
 
 
 def _print_limits(report, limits):
-    print(f"peak {report['peak_gflops']:.1f} GFLOP/s ({spread(limits.peaks)}; register kernel, nearest cache), "
+    print(f"peak {report['peak_gflops']:.1f} GFLOP/s ({spread(limits.peaks)}; register kernel alone), "
           f"memory {report['bandwidth_gbs']:.1f} GB/s ({spread(limits.bandwidths)}; triad over "
           f"{report['triad_bytes'] >> 20} MiB)")
     print(f"balance: from {report['balance']:.1f} FLOP/byte on, arithmetic is the limit")
@@ -204,8 +204,8 @@ def _print_steps(report):
         ("bound", ".1f", lambda row: row["bound_gflops"]),
         ("limit", "", lambda row: "memory" if row["intensity"] < report["balance"] else "arithmetic"),
     ], report["steps"])
-    print("FLOP/byte: if one block of each matrix stays near (plain loops: nothing does; packed: each matrix\n"
-          "moves once). bound: min(peak, FLOP/byte x memory); what fits a cache can exceed one set by memory.")
+    print("FLOP/byte: if one block of each matrix stays near (plain loops: none does; packed: each matrix\n"
+          "moves once). bound: min(peak, FLOP/byte x memory); what fits a cache can exceed that of memory.")
 
 
 def _print_tile(report, dtype):

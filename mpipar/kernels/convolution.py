@@ -1,4 +1,4 @@
-"""Convolution as a matrix product (lecture section 2.6, item 4), explicit and implicit.
+"""Convolution as a matrix product (lecture section 2.6, item 4), explicit and implicit, and its gradients.
 
 The patch matrix of an image has a row for each (channel, r, s) of the kernel and a column for each place of
 the result: X[c R S + r S + s, p Q + q] = x[c, p + r - padding, q + s - padding], zero outside the image. Then
@@ -32,26 +32,54 @@ def convolution_forward(x, w, out, *, padding=0, method="implicit"):
     x: [N, C, H, W]; w: [K, C, R, S]; out: [N, K, P, Q], C-contiguous, no memory shared with x or w; all
     float32 or all float64. (This is what deep learning calls convolution: the kernel is not turned round.)
     padding >= 0: rows and columns of zeros on each side, a number or a pair (rows, columns). method:
-    "implicit" or "im2col"; their results differ by rounding only. The bits do not depend on the number of threads.
-    ValueError where shapes, dtypes, padding or method do not fit.
+    "implicit" or "im2col"; their results differ by rounding only. The bits do not depend on the number of
+    threads. ValueError where shapes, dtypes, padding or method do not fit.
     """
     _check_method(method)
-    same_dtype(x, w, out)
-    padding = _pair(padding)
-    expected = output_shape(x.shape, w.shape, padding=padding)
-    if out.shape != expected:
-        raise ValueError(f"the convolution of {x.shape} with {w.shape} goes into {expected}, not {out.shape}")
-    flat = target(out)
-    if not out.size:
-        return out
-    if not w.shape[1]:
-        flat.fill(0)
-        return out
-    x, weights = source(x).reshape(x.shape), source(w).reshape(w.shape[0], -1)
-    plane = out.shape[2] * out.shape[3]
-    result = flat.reshape(out.shape[0], out.shape[1], plane)
-    (_im2col if method == "im2col" else _implicit)(x, weights, result, w.shape[2:], out.shape[2:], padding)
-    return out
+    _check(x, w, out, padding)
+    return _convolve(x, w, out, _pair(padding), _im2col if method == "im2col" else _implicit)
+
+
+# Backward. With y = forward(x, w):
+#   dx[n, c, h, v] = sum over k, r, s of dy[n, k, h - r + padding, v - s + padding] * w[k, c, r, s]
+#   dw[k, c, r, s] = sum over n, p, q of dy[n, k, p, q] * x[n, c, p + r - padding, q + s - padding]
+# dx is the convolution of dy with kernels turned round, w'[c, k, r, s] = w[k, c, R - 1 - r, S - 1 - s], and
+# padding' = (R - 1, S - 1) - padding; dw[K, C R S] = sum over n of dy[n][K, P Q] @ X[n].T.
+
+
+def convolution_backward_input(w, dy, dx, *, padding=0):
+    """Writes the gradient dx: [N, C, H, W] of x from w: [K, C, R, S] and dy: [N, K, P, Q]; returns dx.
+
+    padding as in the forward pass; implicit, so no patch matrix of dy is made. dx is C-contiguous and shares
+    no memory with the others. ValueError as in `convolution_forward`.
+    """
+    _check(dx, w, dy, padding)
+    top, left = _pair(padding)
+    turned = w[:, :, ::-1, ::-1].transpose(1, 0, 2, 3)
+    return _convolve(dy, turned, dx, (w.shape[2] - 1 - top, w.shape[3] - 1 - left), _implicit)
+
+
+def convolution_backward_weight(x, dy, dw, *, padding=0, accumulate=True):
+    """Adds the gradient of w to dw: [K, C, R, S] (or writes it there); x: [N, C, H, W], dy: [N, K, P, Q].
+
+    padding as in the forward pass; implicit, tile by tile in one order for any number of threads. dw is
+    C-contiguous. Returns dw. ValueError as in `convolution_forward`.
+    """
+    _check(x, dw, dy, padding)
+    gradient = target(dw)
+    if not accumulate:
+        gradient.fill(0)
+    if not dw.size or not dy.size:
+        return dw
+    kernel, plane = dw.shape[2:], dy.shape[2:]
+    x, dy = source(x).reshape(x.shape), source(dy).reshape(*dy.shape[:2], -1)
+    gradient = gradient.reshape(len(dw), -1)
+    places, parts = _tiles(x, kernel, plane)
+    for n, first, last in places:
+        for c, end, rows in parts:
+            tile = _fill(x[n, c:end], kernel, plane, _pair(padding), first, last)
+            gemm(dy[n][:, first * plane[1]:last * plane[1]], tile.T, gradient[:, rows], accumulate=True)
+    return dw
 
 
 def output_shape(x_shape, w_shape, *, padding=0):
@@ -102,35 +130,50 @@ def tile_sizes(channels, kernel, plane, itemsize):
     return max(1, min(depth, elements // (area * rows * width))), rows
 
 
+def _convolve(x, w, out, padding, method):
+    flat = target(out)
+    if not out.size:
+        return out
+    if not w.shape[1]:
+        flat.fill(0)
+        return out
+    x, weights = source(x).reshape(x.shape), source(w).reshape(w.shape[0], -1)
+    method(x, weights, flat.reshape(*out.shape[:2], -1), w.shape[2:], out.shape[2:], padding)
+    return out
+
+
 def _im2col(x, weights, result, kernel, plane, padding):
-    images, channels = x.shape[:2]
-    patches = np.empty((images, weights.shape[1], result.shape[2]), x.dtype)
-
-    def fill(n):
-        _patches(x[n], patches[n], *kernel, *padding, 0, plane[0], plane[1])
-
-    parallel_for(fill, [(n,) for n in range(images)])
-    parallel_for(_product, [(weights, patches[n], result[n], False) for n in range(images)])
+    patches = np.empty((len(x), weights.shape[1], result.shape[2]), x.dtype)
+    parallel_for(_patches, [(image, part, *kernel, *padding, 0, *plane) for image, part in zip(x, patches)])
+    parallel_for(gemm, [(weights, part, out) for part, out in zip(patches, result)])
 
 
 def _implicit(x, weights, result, kernel, plane, padding):
-    channels, area, width = x.shape[1], kernel[0] * kernel[1], plane[1]
+    places, parts = _tiles(x, kernel, plane)
+
+    def multiply(n, first, last):
+        out = result[n][:, first * plane[1]:last * plane[1]]
+        for c, end, rows in parts:
+            tile = _fill(x[n, c:end], kernel, plane, padding, first, last)
+            gemm(weights[:, rows], tile, out, accumulate=c > 0)
+
+    parallel_for(multiply, places)
+
+
+def _tiles(x, kernel, plane):
+    """All (image, first, last row of the result), and all (first, last channel, their rows of X)."""
+    (images, channels), area = x.shape[:2], kernel[0] * kernel[1]
     step, rows = tile_sizes(channels, kernel, plane, x.itemsize)
-
-    def block(n, first):
-        last = min(first + rows, plane[0])
-        columns = slice(first * width, last * width)
-        for c in range(0, channels, step):
-            here = min(step, channels - c)
-            tile = _scratch.array(x.dtype, here * area, (last - first) * width)
-            _patches(x[n, c:c + here], tile, *kernel, *padding, first, last, width)
-            _product(weights[:, c * area:(c + here) * area], tile, result[n][:, columns], c > 0)
-
-    parallel_for(block, [(n, first) for n in range(x.shape[0]) for first in range(0, plane[0], rows)])
+    places = [(n, p, min(p + rows, plane[0])) for n in range(images) for p in range(0, plane[0], rows)]
+    ends = [(c, min(c + step, channels)) for c in range(0, channels, step)]
+    return places, [(c, end, slice(c * area, end * area)) for c, end in ends]
 
 
-def _product(a, b, out, accumulate):
-    gemm(a, b, out, accumulate=accumulate)
+def _fill(x, kernel, plane, padding, first, last):
+    """A tile of X in this thread's memory: channels x[C, H, W], rows first .. last of the result."""
+    tile = _scratch.array(x.dtype, len(x) * kernel[0] * kernel[1], (last - first) * plane[1])
+    _patches(x, tile, *kernel, *padding, first, last, plane[1])
+    return tile
 
 
 class _Scratch(threading.local):
@@ -175,6 +218,14 @@ def _patches(x, patches, r_size, s_size, top, left, first, last, width):
 def _check_method(method):
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; valid values: {', '.join(METHODS)}")
+
+
+def _check(x, w, out, padding):
+    same_dtype(x, w, out)
+    expected = output_shape(x.shape, w.shape, padding=padding)
+    if out.shape != expected:
+        raise ValueError(f"the convolution of {x.shape} with {w.shape} has the shape {expected}, "
+                         f"not {out.shape}")
 
 
 def _pair(padding):

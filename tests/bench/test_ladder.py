@@ -15,8 +15,9 @@ SMALL = ["ladder", "--shape", "40x33x48", "--tile", "16", "--triad-mib", "1", "-
 
 
 @pytest.fixture(autouse=True)
-def _threads():
+def _threads(monkeypatch):
     before = settings.threads
+    monkeypatch.setattr(ladder, "REPEAT_MOST", 2)
     with threadpoolctl.threadpool_limits(None):
         yield
     settings.threads = before

@@ -6,6 +6,8 @@ import pytest
 from mpipar.kernels import convolution
 from mpipar.kernels.convolution import (
     METHODS,
+    convolution_backward_input,
+    convolution_backward_weight,
     convolution_bytes,
     convolution_forward,
     output_shape,
@@ -75,6 +77,88 @@ def test_bits_do_not_depend_on_threads(method):
     assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
 
 
+def test_bits_of_gradients_do_not_depend_on_threads():
+    x, w = normal(4, 3, 20, 30, 31, dtype="float32"), normal(5, 24, 20, 3, 3, dtype="float32")
+    dy = normal(6, 3, 24, 30, 31, dtype="float32")
+    results = []
+    for count in (1, 2, 3):
+        with threads(count):
+            results.append((convolution_backward_input(w, dy, np.empty_like(x), padding=1),
+                            convolution_backward_weight(x, dy, np.zeros_like(w), padding=1)))
+    for dx, dw in results[1:]:
+        assert same_bits(dx, results[0][0]) and same_bits(dw, results[0][1])
+
+
+def plain_gradients(x, w, dy, padding):
+    """dx and dw, in the same loops as `plain`."""
+    top, left = padding if isinstance(padding, tuple) else (padding, padding)
+    dx, dw = np.zeros(x.shape), np.zeros(w.shape)
+    for n, k, p, q in np.ndindex(dy.shape):
+        for c, r, s in np.ndindex(w.shape[1:]):
+            i, j = p + r - top, q + s - left
+            if 0 <= i < x.shape[2] and 0 <= j < x.shape[3]:
+                dx[n, c, i, j] += float(dy[n, k, p, q]) * float(w[k, c, r, s])
+                dw[k, c, r, s] += float(dy[n, k, p, q]) * float(x[n, c, i, j])
+    return dx, dw
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache", [None, 1 << 9])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients(monkeypatch, shape, cache, dtype):
+    if cache:
+        small = type(convolution.host())(**{**vars(convolution.host()), "l2": cache})
+        monkeypatch.setattr(convolution, "host", lambda: small)
+    n, c, h, w, k, r, s, padding = shape
+    x, weight = normal(0, n, c, h, w, dtype=dtype), normal(1, k, c, r, s, dtype=dtype)
+    dy = normal(2, *output_shape(x.shape, weight.shape, padding=padding), dtype=dtype)
+    expected_dx, expected_dw = plain_gradients(x, weight, dy, padding)
+    dx, before = np.full(x.shape, np.nan, dtype), normal(3, *weight.shape, dtype=dtype)
+    dw = before.copy()
+    tolerance = 1e-5 if dtype == "float32" else 1e-13
+    assert convolution_backward_input(weight, dy, dx, padding=padding) is dx
+    assert_close(dx, expected_dx, tolerance)
+    assert convolution_backward_weight(x, dy, dw, padding=padding) is dw
+    assert_close(dw, before + expected_dw, tolerance)
+    convolution_backward_weight(x, dy, dw, padding=padding, accumulate=False)
+    assert_close(dw, expected_dw, tolerance)
+    with pytest.raises(AssertionError, match="largest error"):  # negative control: one number is another
+        dw[-1, -1, -1, -1] += 1e-3
+        assert_close(dw, expected_dw, tolerance)
+
+
+def test_finite_differences():
+    x, w, dy = normal(0, 2, 3, 6, 5), normal(1, 4, 3, 3, 2), normal(2, 2, 4, 6, 6)
+    dx = convolution_backward_input(w, dy, np.empty_like(x), padding=1)
+    dw = convolution_backward_weight(x, dy, np.zeros_like(w), padding=1)
+
+    def loss(x, w):
+        return float((convolution_forward(x, w, np.empty_like(dy), padding=1) * dy).sum())
+
+    for array, gradient in ((x, dx), (w, dw)):
+        direction = normal(3, *array.shape)
+        step = 1e-6 * direction
+        up, down = (loss(*(a + sign * step if a is array else a for a in (x, w))) for sign in (1, -1))
+        assert (up - down) / 2e-6 == pytest.approx(float((gradient * direction).sum()), rel=1e-7)
+
+
+def test_gradients_of_nothing():
+    for images, channels, channels_out in ((0, 2, 3), (2, 2, 0), (1, 0, 3)):
+        x, w = np.ones((images, channels, 4, 4)), np.ones((channels_out, channels, 3, 3))
+        dy = np.ones((images, channels_out, 2, 2))
+        assert not convolution_backward_input(w, dy, np.full(x.shape, np.nan)).any() or not x.size
+        assert np.array_equal(convolution_backward_weight(x, dy, w.copy()), w)
+        assert not convolution_backward_weight(x, dy, w.copy(), accumulate=False).any()
+
+
+def test_gradients_of_other_shapes_are_refused():
+    x, w, dy = np.ones((1, 2, 5, 5)), np.ones((3, 2, 3, 3)), np.ones((1, 3, 4, 3))
+    with pytest.raises(ValueError, match="has the shape"):
+        convolution_backward_input(w, dy, np.empty_like(x))
+    with pytest.raises(ValueError, match="has the shape"):
+        convolution_backward_weight(x, dy, np.empty_like(w))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_operands_may_be_views(method):
     x, w = normal(6, 2, 6, 5, 3).transpose(0, 3, 1, 2), normal(7, 3, 3, 4, 6)[::-1, :, ::2, ::2]
@@ -135,7 +219,7 @@ def test_memory_for_patches_is_what_the_count_says(monkeypatch, method):
     (dict(padding=-1), "a number >= 0"),
     (dict(padding=(1, 2, 3)), "a number >= 0"),
     (dict(padding=2.5), "a number >= 0"),
-    (dict(padding=1), "goes into"),
+    (dict(padding=1), "has the shape"),
     (dict(x=np.ones((1, 3, 5, 5))), "do not fit"),
     (dict(w=np.ones((3, 2, 6, 3))), "does not fit an image"),
     (dict(x=np.ones((1, 2, 5, 5), "f4")), "float32"),
