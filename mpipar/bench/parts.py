@@ -13,12 +13,12 @@ PARTS = {
     "attention": {"mpipar.nn.attention": ["attention_forward", "attention_backward"]},
     "element-wise": {
         "mpipar.nn.linear": ["column_sum"],
-        "mpipar.nn.norm": ["layernorm_forward", "layernorm_backward"],
-        "mpipar.nn.gelu": ["gelu_forward", "gelu_backward"],
+        "mpipar.nn.norm": ["layernorm_again", "layernorm_backward", "layernorm_forward"],
+        "mpipar.nn.gelu": ["gelu_again", "gelu_backward", "gelu_forward"],
         "mpipar.nn.dropout": ["dropout"],
         "mpipar.parallel.tensor": [
-            "add_bias", "bias_residual", "column_sum", "add_positions", "embedding_forward", "embedding_backward",
-            "positions_backward", "row_max", "cross_entropy_sums", "cross_entropy_backward",
+            "add_bias", "bias_residual", "add_positions", "embedding_forward", "embedding_backward",
+            "positions_backward", "gelu_forward", "row_max", "cross_entropy_sums", "cross_entropy_backward",
         ],
         "mpipar.models.mlp": ["sum_squares"],
         "mpipar.engine.gradients": ["sum_squares"],

@@ -60,7 +60,6 @@ class MLP(nn.Module):
 def arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=("gpt", "mlp"), default="gpt")
-    parser.add_argument("--parallel", choices=("dp",), default="dp")
     for name, value in dict(layers=4, dim=128, heads=4, seq=128, vocab=256, steps=20, skip=3).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--global-batch", type=int, default=8)

@@ -26,12 +26,12 @@ SKIP = 3  # first steps that are left out
 
 
 def add_arguments(parser):
-    parser.add_argument("--measure", type=int, default=20, metavar="STEPS", help="steps that are measured (default: %(default)s)")
+    parser.add_argument("--measure", type=int, default=20, metavar="STEPS", help="steps that are measured")
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
-    parser.add_argument("--against", choices=("torch", "torch-compile"), help="alternate with PyTorch on gloo (one thread a rank)")
-    parser.add_argument("--ranks", type=int, default=1, help="with --against: ranks of both programs (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=5, help="with --against: alternated pairs of runs (default: %(default)s)")
-    parser.add_argument("--parallel", choices=("dp",), default="dp", help="with --against: how PyTorch divides the work (default: %(default)s)")
+    parser.add_argument("--against", choices=("torch", "torch-compile"),
+                        help="alternate with PyTorch (gloo, data-parallel, one thread a rank)")
+    parser.add_argument("--ranks", type=int, default=1, help="with --against: ranks of both programs")
+    parser.add_argument("--pairs", type=int, default=5, help="with --against: alternated pairs of runs")
 
 
 def run(arguments):
@@ -80,10 +80,11 @@ def measure(options: list[str], steps: int) -> dict | None:
         "spread_s": [min(plain), max(plain)], f"{unit}_per_s": items / step, "gflops": flops / step / 1e9,
         "parts_s": table, "process_first_step_s": first_step, "peak_rss_bytes": memory,
     }
-    print(f"{report['hardware']}, load average {report['load_average']:.1f}\n{mesh.size} ranks {mesh.shape}, {settings.threads} "
-          f"threads a rank, {' '.join(options)}\nmedian of {steps} steps {step * 1e3:.1f} ms ({min(plain) * 1e3:.1f} to {max(plain) * 1e3:.1f}), "
-          f"{items / step:,.0f} {unit}/s, {flops / step / 1e9:.1f} GFLOP/s in all, first step {first_step:.2f} s after the start, "
-          f"peak memory of a rank {max(memory) / 2**20:.0f} MiB")
+    print(f"{report['hardware']}, load average {report['load_average']:.1f}")
+    print(f"{mesh.size} ranks {mesh.shape}, {settings.threads} threads a rank, {' '.join(options)}")
+    print(f"median of {steps} steps {step * 1e3:.1f} ms ({min(plain) * 1e3:.1f} to {max(plain) * 1e3:.1f}), {items / step:,.0f} {unit}/s, "
+          f"{flops / step / 1e9:.1f} GFLOP/s in all")
+    print(f"first step {first_step:.2f} s after the start, peak memory of a rank {max(memory) / 2**20:.0f} MiB")
     whole = sum(table.values())
     for name, seconds in table.items():
         print(f"  {name:<18}{seconds * 1e3:9.2f} ms  {seconds / whole:6.1%}")
@@ -129,7 +130,8 @@ def alternate(arguments) -> dict:
     for number in range(arguments.pairs):
         ours.append(start_mpipar(arguments))
         theirs.append(start_torch(arguments, config))
-        print(f"pair {number + 1}: mpipar {ours[-1]['step_s'] * 1e3:.1f} ms a step, PyTorch {theirs[-1]['step_s'] * 1e3:.1f} ms", flush=True)
+        pair = [1e3 * side[-1]["step_s"] for side in (ours, theirs)]
+        print(f"pair {number + 1}: mpipar {pair[0]:.1f} ms a step, PyTorch {pair[1]:.1f} ms", flush=True)
     ratios = sorted(b["step_s"] / a["step_s"] for a, b in zip(ours, theirs))
     memory = statistics.median(max(a["peak_rss_bytes"]) / max(b["peak_rss_bytes"]) for a, b in zip(ours, theirs))
     first = statistics.median(a["process_first_step_s"] / b["process_first_step_s"] for a, b in zip(ours, theirs))
@@ -138,7 +140,7 @@ def alternate(arguments) -> dict:
         "pytorch": theirs[0]["version"], "pairs": arguments.pairs, "speed_ratio": statistics.median(ratios),
         "speed_ratio_range": [ratios[0], ratios[-1]], "memory_ratio": memory, "first_step_ratio": first, "ours": ours, "theirs": theirs,
     }
-    print(f"{report['hardware']}\n{arguments.ranks} ranks, one thread each, {arguments.against} {report['pytorch']} ({arguments.parallel}), "
+    print(f"{report['hardware']}\n{arguments.ranks} ranks, one thread each, {arguments.against} {report['pytorch']}, "
           f"{arguments.pairs} alternated pairs: mpipar is {report['speed_ratio']:.2f} times as fast "
           f"({ratios[0]:.2f} to {ratios[-1]:.2f}), needs {memory:.2f} of the memory, and {first:.2f} of the time from start to first step")
     return report
@@ -166,7 +168,8 @@ def start_torch(arguments, config) -> dict:
     command += [str(Path(__file__).with_name("torch_peer.py")), "--model", config.model, "--steps", str(arguments.measure), "--skip", str(SKIP)]
     for name in ("layers", "dim", "heads", "seq", "vocab", "global_batch", "micro_batches"):
         command += ["--" + name.replace("_", "-"), str(getattr(config, name))]
-    command += ["--parallel", arguments.parallel] + (["--compile"] if arguments.against == "torch-compile" else [])
+    if arguments.against == "torch-compile":
+        command.append("--compile")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", STARTED: repr(time.time())}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     return json.loads(done.stdout.strip().splitlines()[-1])

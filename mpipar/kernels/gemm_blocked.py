@@ -5,6 +5,7 @@ k; without that, packing waits for memory.
 """
 
 from .cache import jit
+from .gemm_finish import finish_part
 from .gemm_pack import pack_panel
 from .vector import TILE_ROWS, address, lanes, load, size_of, store, tile_ahead
 
@@ -18,11 +19,14 @@ STRIP = 16
 
 
 @jit
-def blocked_product(zero, a, b, out, bias, accumulate, thin, kc, mc, nc, work_a, work_b, work_bias):
+def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other, other_row, thin, kc, mc, nc,
+                    work_a, work_b, work_bias):
     """out (+)= a @ b (+ bias) for 2-D arrays of any strides (out: unit stride along a row).
 
     All have zero's type. bias: [n], or empty for none. kc, mc, nc: block sizes along k, m, n, multiples of
-    nothing in particular. thin: m is small, b has unit stride along its rows and is read where it
+    nothing in particular. finish: what is done to each part of out while it is still near (see
+    `gemm_finish.py`); flat, other: out and the other array of it as flat memory, row and other_row: elements
+    from one of their rows to the next. thin: m is small, b has unit stride along its rows and is read where it
     lies. work_a, work_b, work_bias: addresses of memory for a block of A (all of A if thin), for a block of B
     (one group of panels if m <= mc) and for the bias. The order of each sum depends on k and kc only.
     """
@@ -63,6 +67,8 @@ def blocked_product(zero, a, b, out, bias, accumulate, thin, kc, mc, nc, work_a,
                                start, adding, next_b + q * LINE, b_k)
                     a_panel += rows * k * size + GAP
                     c += rows * c_row
+        if finish != 0:
+            finish_part(finish, flat, none, row, other, none, other_row, m, n)
         return
     for j0 in range(0, n, nc):
         columns_here = min(nc, n - j0)
@@ -115,6 +121,10 @@ def blocked_product(zero, a, b, out, bias, accumulate, thin, kc, mc, nc, work_a,
                                    start, adding, ahead, ahead_step)
                         a_panel += rows * depth * size + GAP
                         c += rows * c_row
+                    if finish != 0 and p0 + depth == k and (in_group + panel == group or j + panel >= columns_here):
+                        first = j0 + j - in_group
+                        finish_part(finish, flat, i0 * row + first, row, other, i0 * other_row + first, other_row,
+                                    rows_here, in_group + columns)
 
 
 @jit(inline=True)

@@ -47,6 +47,12 @@ def gelu_backward(x, dy, dx, *, form="erf"):
     return dx
 
 
+def gelu_again(x, dy, *, form="erf"):
+    """Replaces x by GeLU(x) and dy by dy * gelu'(x)."""
+    gelu_backward(x.copy(), dy.copy(), dy, form=form)
+    gelu_forward(x.copy(), x, form=form)
+
+
 # Sums and scalings
 
 def add_bias(x, bias, out):
@@ -93,6 +99,12 @@ def layernorm_forward(x, gamma, beta, out, mean, rstd, *, eps=1e-5):
     centred = x - mean[:, None]
     rstd[...] = 1 / np.sqrt(np.mean(centred * centred, axis=1) + eps)
     out[...] = centred * rstd[:, None] * gamma + beta
+    return out
+
+
+def layernorm_again(x, gamma, beta, mean, rstd, out):
+    """out = what layernorm_forward gave, from the row statistics it kept."""
+    out[...] = (x - mean[:, None]) * rstd[:, None] * gamma + beta
     return out
 
 

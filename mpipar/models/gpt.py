@@ -80,25 +80,33 @@ class TransformerBlock(Block):
         return (*micro.inputs.shape, self.dim)
 
     def forward(self, x, micro: MicroBatch):
+        """Keeps neither the outputs of the norms nor GeLU's: backward makes them again from what lies before them."""
         n1, norm1 = self.norm1.forward(x)
-        qkv, qkv_in = self.qkv.forward(n1)
+        qkv, _ = self.qkv.forward(n1)
         heads, attention = self.attention.forward(qkv)
-        x, branch1 = self._add_branch(self.projection, self.dropout1, heads, x, micro)
+        x, (heads, mask1) = self._add_branch(self.projection, self.dropout1, heads, x, micro)
         n2, norm2 = self.norm2.forward(x)
-        hidden, up_in = self.up.forward(n2)
-        active, gelu = self.gelu.forward(hidden)
-        x, branch2 = self._add_branch(self.down, self.dropout2, active, x, micro)
-        return x, (norm1, qkv_in, attention, branch1, norm2, up_in, gelu, branch2)
+        hidden, active = self.up.forward_gelu(n2)
+        x, (_, mask2) = self._add_branch(self.down, self.dropout2, active, x, micro)
+        return x, [norm1, attention, heads, mask1, norm2, hidden, mask2]
 
     def backward(self, saved, dy, micro: MicroBatch, later=None):
         """Each residual sends its gradient both round the branch and through it; the norm adds the two."""
-        norm1, qkv_in, attention, branch1, norm2, up_in, gelu, branch2 = saved
-        g = self._branch_gradient(self.down, self.dropout2, branch2, dy, later)
-        g = self.up.backward(up_in, self.gelu.backward(gelu, g), later)
-        dy = self.norm2.backward(norm2, g, later, residual=dy)
-        g = self._branch_gradient(self.projection, self.dropout1, branch1, dy, later)
-        g = self.qkv.backward(qkv_in, self.attention.backward(attention, g), later)
-        return self.norm1.backward(norm1, g, later, residual=dy)
+        norm1, attention, heads, mask1, norm2, hidden, mask2 = saved
+        saved.clear()
+        g = self.dropout2.backward(mask2, dy)
+        d, active = self.gelu.backward_again(hidden, self.down.input_gradient(g))
+        self.down.weight_gradient(active, g, later)
+        del hidden, active  # each array goes as soon as it was used
+        self.up.weight_gradient(self.norm2.again(norm2), d, later)
+        dy = self.norm2.backward(norm2, self.up.input_gradient(d), later, residual=dy)
+        del d, g, norm2
+        g = self.dropout1.backward(mask1, dy)
+        self.projection.weight_gradient(heads, g, later)
+        d = self.attention.backward(attention, self.projection.input_gradient(g), later)
+        del attention, heads
+        self.qkv.weight_gradient(self.norm1.again(norm1), d, later)
+        return self.norm1.backward(norm1, self.qkv.input_gradient(d), later, residual=dy)
 
     def _add_branch(self, linear, dropout, h, x, micro):
         """x + dropout(linear(h)); without dropout the bias and the residual are added in one pass."""
@@ -109,10 +117,6 @@ class TransformerBlock(Block):
         y, mask = dropout.forward(y, micro.keys)
         y += x
         return y, (saved, mask)
-
-    def _branch_gradient(self, linear, dropout, saved, dy, later):
-        h, mask = saved
-        return linear.backward(h, dropout.backward(mask, dy), later)
 
 
 class HeadBlock(Block):

@@ -25,7 +25,7 @@ class MlpLayer(Block):
         initial, name = Normal(1 / math.sqrt(dim)), f"layer{number}"
         if number % 2 == 0:
             self.linear = ColumnParallelLinear(
-                name, dim, dim, group=group, initial=initial, bias=False, input_gradient=number > 0
+                name, dim, dim, group=group, initial=initial, bias=False, needs_input_gradient=number > 0
             )
             self.width = dim
         else:
@@ -41,13 +41,12 @@ class MlpLayer(Block):
         return (len(micro.inputs), self.width)
 
     def forward(self, x, micro: MicroBatch):
-        h, linear = self.linear.forward(x)
-        y, gelu = self.gelu.forward(h)
-        return y, (linear, gelu)
+        h, y = self.linear.forward_gelu(x)
+        return y, (x, h)
 
     def backward(self, saved, dy, micro: MicroBatch, later=None):
-        linear, gelu = saved
-        return self.linear.backward(linear, self.gelu.backward(gelu, dy), later)
+        x, h = saved
+        return self.linear.backward(x, self.gelu.backward(h, dy), later)
 
 
 class MeanSquare(Block):

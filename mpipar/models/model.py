@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpipar.kernels.memory import keep_freed_memory
 from mpipar.kernels.warm import compile_all
 from mpipar.nn.layer import Layer, SampleKeys
 from mpipar.nn.parameter import FlatBuffers, Parameter
@@ -115,6 +116,7 @@ class Model:
 
     def allocate(self) -> "Model":
         """Give memory and initial values to the parameters of this rank; called once all sizes are known to fit."""
+        keep_freed_memory()
         self.mesh.first_on_node(lambda: compile_all(self.dtype))
         self.buffers = FlatBuffers(self.parameters, self.dtype)
         for parameter in self.parameters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipar.kernels.gelu import gelu_backward, gelu_forward
+from mpipar.kernels.gelu import gelu_again, gelu_backward, gelu_forward
 from mpipar.nn.layer import Layer
 
 
@@ -30,3 +30,8 @@ class Gelu(Layer):
         dx = np.empty_like(dy)
         gelu_backward(saved, dy, dx, form=self.form)
         return dx
+
+    def backward_again(self, saved, dy: np.ndarray):
+        """(dx, y), y once more, so that it need not be kept until backward: replaces `saved` and `dy` in place."""
+        gelu_again(saved, dy, form=self.form)
+        return dy, saved

@@ -14,13 +14,14 @@ class Linear(Layer):
     """y = x W + b with W [in, out] and b [out], for x [..., in].
 
     W may be declared with more dims (W [in, 3, out/3] for a fused projection): its last dims are read as one.
-    `input_gradient=False` for a first layer, whose dx nobody needs: backward then returns None.
+    `needs_input_gradient=False` for a first layer, whose dx nobody needs: backward then returns None.
+    The two halves of backward can be called on their own, where x is made again between them.
     """
 
-    def __init__(self, weight: Parameter, bias: Parameter | None = None, *, input_gradient: bool = True):
+    def __init__(self, weight: Parameter, bias: Parameter | None = None, *, needs_input_gradient: bool = True):
         self.weight = weight
         self.bias = bias
-        self.input_gradient = input_gradient
+        self.needs_input_gradient = needs_input_gradient
 
     def forward(self, x: np.ndarray, at=None):
         """x [..., in] -> y [..., out]; saves x."""
@@ -30,21 +31,37 @@ class Linear(Layer):
         gemm(rows(x), weight, rows(y), bias=bias)
         return y, x
 
+    def forward_gelu(self, x: np.ndarray):
+        """(y, GeLU(y)): the activation is applied while y is still in the cache."""
+        weight = matrix(self.weight.data)
+        y = np.empty((*x.shape[:-1], weight.shape[1]), x.dtype)
+        active = np.empty_like(y)
+        bias = None if self.bias is None else self.bias.data.reshape(-1)
+        gemm(rows(x), weight, rows(y), bias=bias, gelu=rows(active))
+        return y, active
+
     def backward(self, saved, dy: np.ndarray, later=None):
         """dx = dy W^T,  dW += x^T dy,  db += sum over rows of dy."""
-        x = saved
+        self.weight_gradient(saved, dy, later)
+        return self.input_gradient(dy)
 
-        def weight_gradient():
+    def input_gradient(self, dy: np.ndarray):
+        """dx = dy W^T, or None if nobody needs it."""
+        if not self.needs_input_gradient:
+            return None
+        weight = matrix(self.weight.data)
+        dx = np.empty((*dy.shape[:-1], weight.shape[0]), dy.dtype)
+        gemm(rows(dy), weight.T, rows(dx))
+        return dx
+
+    def weight_gradient(self, x: np.ndarray, dy: np.ndarray, later: list | None = None):
+        """dW += x^T dy,  db += sum over rows of dy; left to `later` if that is a list."""
+        def work():
             gemm(rows(x).T, rows(dy), matrix(self.weight.grad), accumulate=True)
             if self.bias is not None:
                 column_sum(rows(dy), self.bias.grad.reshape(-1))
 
-        run_or_defer(weight_gradient, later)
-        if not self.input_gradient:
-            return None
-        dx = np.empty_like(x)
-        gemm(rows(dy), matrix(self.weight.data).T, rows(dx))
-        return dx
+        run_or_defer(work, later)
 
 
 def rows(x: np.ndarray) -> np.ndarray:

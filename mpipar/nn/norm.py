@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipar.kernels.norm import layernorm_backward, layernorm_forward
+from mpipar.kernels.norm import layernorm_again, layernorm_backward, layernorm_forward
 from mpipar.nn.initial import Constant
 from mpipar.nn.layer import Layer
 from mpipar.nn.linear import rows
@@ -26,6 +26,13 @@ class LayerNorm(Layer):
         mean, rstd = np.empty(count, x.dtype), np.empty(count, x.dtype)
         layernorm_forward(rows(x), self.gamma.data, self.beta.data, rows(y), mean, rstd, eps=self.eps)
         return y, (x, mean, rstd)
+
+    def again(self, saved):
+        """y once more from what forward saved, so that it need not be kept until backward."""
+        x, mean, rstd = saved
+        y = np.empty_like(x)
+        layernorm_again(rows(x), self.gamma.data, self.beta.data, mean, rstd, rows(y))
+        return y
 
     def backward(self, saved, dy: np.ndarray, later=None, *, residual: np.ndarray | None = None):
         """With n = (x - mean) rstd and g = dy gamma:  dx = rstd (g - mean(g) - n mean(g n)) (+ residual).

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipar.kernels.elementwise import bias_residual, add_bias, column_sum
+from mpipar.kernels.elementwise import add_bias, bias_residual
 from mpipar.kernels.embedding import add_positions, embedding_backward, embedding_forward, positions_backward
+from mpipar.kernels.gelu import gelu_forward
 from mpipar.kernels.gemm import gemm
 from mpipar.kernels.loss import cross_entropy_backward, cross_entropy_sums, row_max
 from mpipar.nn.initial import Constant, Initial, Normal
 from mpipar.nn.layer import Layer, run_or_defer
-from mpipar.nn.linear import Linear, matrix, rows
+from mpipar.nn.linear import Linear, rows
 from mpipar.nn.parameter import Parameter, split_range
 
 
@@ -41,21 +42,22 @@ class ColumnParallelLinear(Linear):
     W [in, out], or [in, parts, out / parts] for `parts` projections side by side of which each is split (q, k, v).
     """
 
-    def __init__(self, name, inputs, outputs, *, group, initial, parts=1, bias=True, input_gradient=True):
+    def __init__(self, name, inputs, outputs, *, group, initial, parts=1, bias=True,
+                 needs_input_gradient=True):
         check_divides(f"{name}: outputs", outputs // parts, group)
         shape = (inputs, outputs) if parts == 1 else (inputs, parts, outputs // parts)
         weight = sharded(f"{name}.weight", shape, initial, group, len(shape) - 1)
         offset = sharded(f"{name}.bias", shape[1:], Constant(0.0), group, len(shape) - 2, decay=False) if bias else None
-        super().__init__(weight, offset, input_gradient=input_gradient)
+        super().__init__(weight, offset, needs_input_gradient=needs_input_gradient)
         self.group = group
 
-    def backward(self, saved, dy, later=None):
+    def input_gradient(self, dy):
         """dx = sum over the ranks of dy W^T (the operator f); weight and bias gradients stay local."""
-        dx = super().backward(saved, dy, later)
+        dx = super().input_gradient(dy)
         return dx if dx is None else self.group.all_reduce(dx)
 
 
-class RowParallelLinear(Layer):
+class RowParallelLinear(Linear):
     """y = sum over the ranks of x W, + b (+ residual), with the rows of W split over the group.
 
     x is this rank's columns [..., in / P], y is whole; b is held whole by every rank and added once, after the sum.
@@ -63,36 +65,36 @@ class RowParallelLinear(Layer):
 
     def __init__(self, name, inputs, outputs, *, group, initial, bias=True):
         check_divides(f"{name}: inputs", inputs, group)
-        self.weight = sharded(f"{name}.weight", (inputs, outputs), initial, group, 0)
-        self.bias = Parameter(f"{name}.bias", (outputs,), Constant(0.0), decay=False) if bias else None
+        weight = sharded(f"{name}.weight", (inputs, outputs), initial, group, 0)
+        super().__init__(weight, Parameter(f"{name}.bias", (outputs,), Constant(0.0), decay=False) if bias else None)
         self.group = group
 
     def forward(self, x, at=None, *, residual=None):
         """x [..., in / P], residual [..., out] or None -> y [..., out]; saves x."""
         y = np.empty((*x.shape[:-1], self.weight.data.shape[1]), x.dtype)
+        bias = None if self.bias is None else self.bias.data
+        around = None if residual is None else rows(residual)
+        if self.group.size == 1:  # nothing to wait for between the product and what is added to it
+            gemm(rows(x), self.weight.data, rows(y), bias=bias, residual=around)
+            return y, x
         gemm(rows(x), self.weight.data, rows(y))
         self.group.all_reduce(y)  # the operator g
-        if self.bias is not None and residual is not None:
-            bias_residual(rows(y), self.bias.data, rows(residual), rows(y))
-        elif self.bias is not None:
-            add_bias(rows(y), self.bias.data, rows(y))
-        elif residual is not None:
+        if bias is not None and around is not None:
+            bias_residual(rows(y), bias, around, rows(y))
+        elif bias is not None:
+            add_bias(rows(y), bias, rows(y))
+        elif around is not None:
             y += residual
         return y, x
 
-    def backward(self, saved, dy, later=None):
-        """dx = dy W^T, this rank's columns;  dW += x^T dy;  db += sum over rows of dy. Nothing is sent."""
-        x = saved
+    def forward_gelu(self, x):
+        """(y, GeLU(y)); GeLU comes after the sum over the ranks: GeLU(a) + GeLU(b) is not GeLU(a + b)."""
+        if self.group.size == 1:
+            return super().forward_gelu(x)
+        y, _ = self.forward(x)
+        return y, gelu_forward(y, np.empty_like(y))
 
-        def weight_gradient():
-            gemm(rows(x).T, rows(dy), self.weight.grad, accumulate=True)
-            if self.bias is not None:
-                column_sum(rows(dy), self.bias.grad)
-
-        run_or_defer(weight_gradient, later)
-        dx = np.empty_like(x)
-        gemm(rows(dy), self.weight.data.T, rows(dx))
-        return dx
+    # Backward is Linear's: dx = dy W^T are this rank's columns, and nothing is sent.
 
 
 class VocabParallelEmbedding(Layer):

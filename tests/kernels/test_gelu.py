@@ -108,3 +108,18 @@ def test_polynomials():
     exact = special.ndtr(x.astype(np.float64))
     assert np.abs(cumulative - exact).max() < 3e-7
     assert np.abs(cumulative / exact - 1)[x > -6].max() < 1e-5  # the tail too
+
+
+@forms
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0, 1, 65, 40_001])
+def test_value_and_slope_again(dtype, form, size):
+    x, dy = 3 * normal(1, size, dtype=dtype), normal(2, size, dtype=dtype)
+    value = gelu.gelu_forward(x, np.empty_like(x), form=form).astype(np.float64)
+    slope = gelu.gelu_backward(x, dy, np.empty_like(x), form=form).astype(np.float64)
+    wide = x.astype(np.float64), dy.astype(np.float64)
+    plain.gelu_again(*wide, form=form)
+    gelu.gelu_again(x, dy, form=form)
+    for actual, *expected in ((x, value, wide[0]), (dy, slope, wide[1])):
+        for right in expected:
+            assert_close(actual, right, TOLERANCE[dtype])

@@ -107,3 +107,14 @@ def test_errors():
         norm.layernorm_forward(x, column, row, x.copy(), column, column)
     with pytest.raises(ValueError, match="mean and rstd"):
         norm.layernorm_forward(x, row, row, x.copy(), row, row)
+
+
+@both
+@pytest.mark.parametrize("shape", SHAPES)
+def test_output_again_from_the_row_statistics(shape, dtype):
+    x, gamma, beta = operands(*shape, dtype)
+    out, mean, rstd = forward(norm, x, gamma, beta)
+    again = norm.layernorm_again(x, gamma, beta, mean, rstd, np.full_like(x, np.nan))
+    tolerance = TOLERANCE[dtype] * max(1.0, rstd.max(initial=0))
+    assert_close(again, out.astype(np.float64), tolerance)
+    assert_close(again, plain.layernorm_again(*widened((x, gamma, beta, mean, rstd)), np.empty(shape)), tolerance)

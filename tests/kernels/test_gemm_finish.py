@@ -1,0 +1,68 @@
+"""GeLU and residual in the last pass of the product: the same as in passes of their own."""
+
+import numpy as np
+import pytest
+
+from mpipar.kernels import plain
+from mpipar.kernels.gemm import gemm
+from mpipar.kernels.settings import settings
+from tests.helpers.kernels import DTYPES, assert_close, normal, same_bits, threads
+
+# Measured: float32 2e-6 of the largest element, float64 5e-15.
+TOLERANCE = {"float32": 1e-5, "float64": 1e-13}
+SHAPES = [(5, 7, 9), (1, 3, 1), (64, 256, 512), (100, 1500, 130), (400, 384, 1536), (333, 2100, 517), (3, 0, 4), (0, 3, 4)]
+
+
+@pytest.fixture(autouse=True)
+def _settings():
+    before = settings.gemm
+    yield
+    settings.gemm = before
+
+
+def operands(m, k, n, dtype):
+    a, b, bias = normal(1, m, k, dtype=dtype), normal(2, k, n, dtype=dtype), normal(3, n, dtype=dtype)
+    return a, b, bias, a.astype(np.float64) @ b.astype(np.float64) + bias.astype(np.float64)
+
+
+@pytest.mark.parametrize("backend", ["numba", "blas"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_passes_of_their_own(shape, dtype, backend):
+    settings.gemm = backend
+    m, _, n = shape
+    a, b, bias, expected = operands(*shape, dtype)
+    scale = max(1.0, np.abs(expected).max(initial=0))
+    out = np.full((m, n), np.nan, dtype)
+    active = np.full((m, n + 3), np.nan, dtype)[:, 1:n + 1]  # rows apart
+    gemm(a, b, out, bias=bias, gelu=active)
+    assert_close(out / scale, expected / scale, TOLERANCE[dtype])
+    assert_close(active / scale, plain.gelu_forward(expected, np.empty((m, n))) / scale, TOLERANCE[dtype])
+    residual = normal(4, m, n, dtype=dtype)
+    gemm(a, b, out, bias=bias, residual=residual)
+    assert_close(out / scale, (expected + residual) / scale, TOLERANCE[dtype])
+    gemm(a, b, out, accumulate=True, residual=residual)
+    assert_close(out / scale, (2 * expected + 2 * residual - bias) / scale, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_bits_on_any_number_of_threads(dtype):
+    a, b, bias, _ = operands(300, 700, 410, dtype)
+    results = []
+    for count in (1, 2, 3):
+        with threads(count):
+            out, active = np.empty((300, 410), dtype), np.empty((300, 410), dtype)
+            gemm(a, b, out, bias=bias, gelu=active)
+            results.append((out, active))
+    for out, active in results[1:]:
+        assert same_bits(out, results[0][0]) and same_bits(active, results[0][1])
+
+
+def test_arrays_that_do_not_fit_are_refused():
+    a, b, _, _ = operands(4, 5, 6, np.float64)
+    out, other = np.empty((4, 6)), np.empty((4, 6))
+    with pytest.raises(ValueError, match="one of them"):
+        gemm(a, b, out, residual=other, gelu=other)
+    for bad in (np.empty((4, 5)), np.empty((4, 6), np.float32), np.empty((6, 4)).T):
+        with pytest.raises(ValueError, match="gelu"):
+            gemm(a, b, out, gelu=bad)
