@@ -41,9 +41,19 @@ def test_table_and_file(tmp_path, capsys, dtype):
     assert [(row["m"], row["degree"], row["columns"]) for row in report["shards"]] == [
         (40, 1, 48), (40, 2, 24), (40, 5, 10), (7, 1, 48), (7, 2, 24), (7, 5, 10)]
     assert [row["tiles"] for row in report["shards"]] == [9, 6, 3, 3, 2, 1]
+    assert report["shards"][0]["efficiency"] == 1  # it is the whole product
+    assert report["peak_gflops"] == max(report["peaks_gflops"]) and len(report["peaks_gflops"]) == 4
     assert f"TILE/{size} = {16 / size:.1f} FLOP/byte" in shown
     assert "span 2K = 66 FLOP, parallelism MN = 1920" in shown
     assert 1 << 19 < report["triad_bytes"] <= 1 << 20
+
+
+def test_the_whole_product_is_measured_where_no_shard_is_it(tmp_path):
+    path = tmp_path / "ladder.json"
+    assert main([*SMALL, "--runs", "1", "--shards", "2", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["shards"]
+    assert [row["m"] for row in rows] == [40, 10, 2, 1]  # M, M/4, M/16, M/64 and at least one
+    assert all(row["columns"] == 24 and row["efficiency"] > 0 for row in rows)
 
 
 def test_a_wrong_step_is_not_measured(monkeypatch):
