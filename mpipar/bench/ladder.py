@@ -28,7 +28,7 @@ STEPS = {
 }
 PACKED = "packed panels"
 SWEEP_ROUNDS = 4  # of the sweep in each round of the ladder, whose plain loops take long
-REPEAT_FLOPS, REPEAT_MOST = 2e8, 500  # a measurement repeats a small product so far
+REPEAT_FLOPS, REPEAT_MOST = 2e8, 2000  # a measurement repeats a small product so far
 
 
 def add_arguments(parser):
@@ -152,8 +152,10 @@ def sweep(m, k, n, shards, batches, tile, cores, dtype, runs, limits):
         if turn % SWEEP_ROUNDS == 0:
             limits.measure()
         for row in rows if whole in rows else [whole, *rows]:
-            # A rank keeps its columns in an array of its own.
-            row["gflops"].append(_multiply(a[:row["m"]], np.ascontiguousarray(b[:, :row["columns"]])))
+            # A rank keeps its columns in an array of its own. All measurements take equally long, so that
+            # whatever else runs on the machine disturbs none more than others.
+            part = np.ascontiguousarray(b[:, :row["columns"]])
+            row["gflops"].append(_multiply(a[:row["m"]], part, max(REPEAT_FLOPS, 2 * m * k * n)))
     for row in rows:
         row["efficiency"] = max(row["gflops"]) / max(whole["gflops"])
     return rows
@@ -175,14 +177,14 @@ def _operands(m, k, n, dtype):
     return generator.standard_normal((m, k)).astype(dtype), generator.standard_normal((k, n)).astype(dtype)
 
 
-def _multiply(a, b):
+def _multiply(a, b, repeat_flops):
     out = np.empty((a.shape[0], b.shape[1]), a.dtype)
     gemm(a, b, out)
-    return _speed(lambda: gemm(a, b, out), 2 * a.shape[0] * a.shape[1] * b.shape[1])
+    return _speed(lambda: gemm(a, b, out), 2 * a.shape[0] * a.shape[1] * b.shape[1], repeat_flops)
 
 
-def _speed(function, flops):
-    repeats = max(1, min(REPEAT_MOST, int(REPEAT_FLOPS / flops)))
+def _speed(function, flops, repeat_flops=REPEAT_FLOPS):
+    repeats = max(1, min(REPEAT_MOST, int(repeat_flops / flops)))
     start = time.perf_counter()
     for _ in range(repeats):
         function()
