@@ -8,6 +8,8 @@ from mpipar.comm import guard
 
 BENCHMARKS = {
     "gemm": "our matrix product against NumPy's BLAS, in one run",
+    "ladder": "the product from plain loops to packed panels, with its roofline; the cost of narrow shards",
+    "fusion": "three loops against one, and convolution with and without its patch matrix",
     "train": "the step of a model in a layout, part by part, and against PyTorch (takes the options of mpipar.train too)",
 }
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpipar.kernels import gemm_plain
+from mpipar.kernels import gemm_plain, gemm_vectorised, warm
 from mpipar.kernels.gemm import gemm
 from mpipar.kernels.settings import settings
 
@@ -12,15 +12,18 @@ STEPS = {
     "row_parallel": gemm_plain.row_parallel,
     "tiled": gemm_plain.tiled,
     "tiled 5": lambda a, b, out: gemm_plain.tiled(a, b, out, tile=5),
-    "splat_rows": gemm_plain.splat_rows,
-    "dot_columns": gemm_plain.dot_columns,
-    "dot_columns 3": lambda a, b, out: gemm_plain.dot_columns(a, b, out, tile=3),
-    "register_block": gemm_plain.register_block,
+    "splat_rows": gemm_vectorised.splat_rows,
+    "splat_rows 7": lambda a, b, out: gemm_vectorised.splat_rows(a, b, out, tile=7),
+    "dot_columns": gemm_vectorised.dot_columns,
+    "dot_columns 3": lambda a, b, out: gemm_vectorised.dot_columns(a, b, out, tile=3),
+    "register_block": gemm_vectorised.register_block,
+    "register_block 20": lambda a, b, out: gemm_vectorised.register_block(a, b, out, tile=20),
     "gemm": gemm,
 }
 
 
-@pytest.mark.parametrize("m, k, n", [(1, 1, 1), (33, 70, 41), (16, 64, 32), (5, 0, 3), (0, 4, 2)])
+@pytest.mark.parametrize("m, k, n", [(1, 1, 1), (33, 70, 41), (16, 64, 32), (130, 67, 71), (2, 131, 3),
+                                     (5, 0, 3), (0, 4, 2), (4, 2, 0), (0, 0, 0)])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_all_steps_agree(m, k, n, dtype):
     generator = np.random.default_rng(0)
@@ -31,6 +34,29 @@ def test_all_steps_agree(m, k, n, dtype):
         out = np.full((m, n), np.nan, dtype)
         assert step(a, b, out) is out
         np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance * max(1, k), err_msg=name)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_operands_of_any_strides(name):
+    generator = np.random.default_rng(2)
+    a, b = generator.standard_normal((70, 37)).T, generator.standard_normal((90, 140))[5:75, ::2]
+    large = np.zeros((40, 80))
+    STEPS[name](a, b, large[1:38, 3:73])
+    np.testing.assert_allclose(large[1:38, 3:73], a @ b, rtol=0, atol=1e-12)
+    large[1:38, 3:73] = 0
+    assert not large.any()  # nothing around the result was written
+
+
+def test_a_missing_term_would_be_seen():
+    """Negative control: the tolerance of these tests tells one missing term from rounding."""
+    generator = np.random.default_rng(0)
+    a, b = (generator.standard_normal(shape).astype("f4") for shape in ((33, 70), (70, 41)))
+    out = gemm_vectorised.register_block(a[:, :-1], b[:-1], np.empty((33, 41), "f4"))
+    assert np.abs(out - a.astype("f8") @ b.astype("f8")).max() > 100 * 1e-5 * 70
+
+
+def test_steps_are_not_compiled_at_start_up():
+    assert not {"gemm_plain", "gemm_vectorised", "fusion", "convolution"} & set(warm.MODULES)
 
 
 def test_row_parallel_has_the_bits_of_the_triple_loop():
@@ -45,7 +71,8 @@ def test_row_parallel_has_the_bits_of_the_triple_loop():
         settings.threads = before
 
 
-@pytest.mark.parametrize("step", [gemm_plain.tiled, gemm_plain.dot_columns])
+@pytest.mark.parametrize("step", [gemm_plain.tiled, gemm_vectorised.splat_rows, gemm_vectorised.dot_columns,
+                                  gemm_vectorised.register_block])
 def test_a_tile_of_nothing_is_refused(step):
     with pytest.raises(ValueError, match="valid values: integers from 1"):
         step(np.ones((2, 2)), np.ones((2, 2)), np.ones((2, 2)), tile=0)

@@ -1,0 +1,78 @@
+"""The two limits of a loop, measured on the spot, and what a loop asks of memory (lecture, 2.6 and 4.4).
+
+A loop that does f operations for each byte it moves (its arithmetic intensity) runs at no more than
+min(peak, f * bandwidth): the roofline. The intensities here follow from the sizes alone.
+"""
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ..kernels.fusion import triad
+from ..kernels.host import host
+
+TIMES_CACHES = 4  # the three arrays of the triad together are so many times the last cache
+SHARE_OF_MEMORY = 0.25  # but never more than this share of the memory that is free
+
+
+class Bandwidth:
+    """The stream triad a = b + s * c (McCalpin) over arrays that no cache holds.
+
+    Counts three moves of the array a run, as STREAM does; that a's lines are read before they are written
+    is not counted. `bytes` says how large the three arrays are together.
+    """
+
+    def __init__(self, dtype, size=None):
+        size = _triad_bytes() if size is None else size
+        dtype = np.dtype(dtype)
+        count = max(1, size // (3 * dtype.itemsize))
+        self.bytes = 3 * count * dtype.itemsize
+        self.factor = dtype.type(3)
+        self.arrays = [np.zeros(count, dtype) for _ in range(3)]
+        for array in self.arrays:
+            array.fill(1)  # zeros may all be one page
+        self.measure()
+
+    def measure(self) -> float:
+        """GB/s of `settings.threads` threads together."""
+        start = time.perf_counter()
+        triad(self.arrays[1], self.arrays[2], self.factor, self.arrays[0])
+        return self.bytes / (time.perf_counter() - start) / 1e9
+
+
+def product_bytes(m, k, n, itemsize, tile=None):
+    """Bytes that out[m, n] = a[m, k] @ b[k, n] moves between memory and caches.
+
+    tile: blocks of tile x tile, of which one of each matrix stays near: every block of a is read once for
+    each block of columns of out, every block of b once for each block of rows (lecture section 3.2; tile=1 is
+    the plain loop, which uses nothing twice). tile=None: each matrix once, less than which no order of the
+    loops can move (lecture section 4.4).
+    """
+    over_m, over_n = (1, 1) if tile is None else (-(-m // tile), -(-n // tile))
+    return itemsize * (m * k * over_n + k * n * over_m + m * n)
+
+
+def tile_intensity(tile, itemsize):
+    """FLOP/byte of a tile: 2 tile^2 k operations on 2 tile k elements (section 3.2: TILE/4 in float32)."""
+    return tile / itemsize
+
+
+def roofline(intensity, peak_gflops, bandwidth_gbs):
+    """GFLOP/s that a loop of this intensity (FLOP/byte) cannot exceed."""
+    return min(peak_gflops, intensity * bandwidth_gbs)
+
+
+def _triad_bytes():
+    caches = host().l1 + host().l2 + host().l3
+    return int(max(64 << 20, min(TIMES_CACHES * caches, SHARE_OF_MEMORY * _free_memory())))
+
+
+def _free_memory():
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except (OSError, ValueError):
+        pass
+    return 4 << 30
