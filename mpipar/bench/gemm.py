@@ -9,12 +9,11 @@ import time
 import numpy as np
 import threadpoolctl
 
-from ..kernels.cache import jit
 from ..kernels.gemm import gemm
 from ..kernels.host import host
 from ..kernels.settings import settings
 from ..kernels.threads import limit_threads
-from ..kernels.vector import TILE_ROWS, address, tile
+from .roofline import Peak
 
 SHAPES = "64x256x512,128x1024x1024,512x512x2048,1024x1024x1024,2048x2048x2048"
 MORE_SHAPES = SHAPES + ",16x1024x4096,32x384x1536,2048x384x1536,2048x1536x384,77x130x201"
@@ -43,7 +42,7 @@ def run(arguments):
     shapes = _shapes(arguments.shapes)
     limit_threads(arguments.threads)
     dtype = np.dtype(arguments.dtype)
-    peak = _Peak(dtype)
+    peak = Peak(dtype)
     report = {"hardware": host().describe(), "load_average": os.getloadavg()[0], "numpy": np.__version__,
               "python": platform.python_version(), "blas": _blas_name(), "dtype": dtype.name,
               "threads": settings.threads, "runs": arguments.runs, "results": []}
@@ -102,35 +101,6 @@ def _compare(m, k, n, form, dtype, runs, peak):
             "blas_gflops": flops / best[1] / 1e9, "peak_gflops": highest * settings.threads,
             "ratio": statistics.median(ratios), "ratio_low": ratios[len(ratios) // 4],
             "ratio_high": ratios[3 * len(ratios) // 4], "error": error, "seconds": seconds}
-
-
-class _Peak:
-    """The register kernel alone, on one panel of A and one of B that fit the nearest cache together."""
-
-    TIMES = 500
-
-    def __init__(self, dtype):
-        rows, columns = host().register_tile(dtype)
-        self.k = max(16, host().l1 // 2 // ((rows + columns) * dtype.itemsize))
-        self.flops = 2 * rows * columns * self.k * self.TIMES
-        self.zero = dtype.type(0)
-        shapes = (self.k, rows), (self.k, columns), (rows, columns)
-        self.arrays = [np.zeros(shape, dtype) for shape in shapes]
-        self.measure()
-
-    def measure(self) -> float:
-        """GFLOP/s of one thread."""
-        start = time.perf_counter()
-        _repeat_tile(self.zero, *self.arrays, 0, False, self.TIMES)
-        return self.flops / (time.perf_counter() - start) / 1e9
-
-
-@jit
-def _repeat_tile(zero, a, b, c, start, accumulate, times):
-    k, rows, columns = a.shape[0], min(TILE_ROWS, c.shape[0]), c.shape[1]
-    for _ in range(times):
-        tile(zero, address(a), address(b), b.strides[0], address(c), c.strides[0], k, rows, columns, start,
-             accumulate)
 
 
 def _shapes(text):

@@ -13,9 +13,8 @@ from ..kernels.host import host
 from ..kernels.settings import settings
 from ..kernels.threads import limit_threads
 from .gemm import TOLERANCE
-from .gemm import _Peak as Peak
 from .report import conditions, integers, print_conditions, print_table, sizes, spread, write_json
-from .roofline import Bandwidth, product_bytes, roofline, tile_intensity
+from .roofline import Bandwidth, Peak, product_bytes, roofline, tile_intensity
 
 # name: (function, does it take a tile). A loop that takes none uses nothing twice: its tile is 1.
 STEPS = {

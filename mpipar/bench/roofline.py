@@ -9,11 +9,42 @@ from pathlib import Path
 
 import numpy as np
 
+from ..kernels.cache import jit
 from ..kernels.fusion import triad
 from ..kernels.host import host
+from ..kernels.vector import TILE_ROWS, address, tile
 
 TIMES_CACHES = 4  # the three arrays of the triad together are so many times the last cache
 SHARE_OF_MEMORY = 0.25  # but never more than this share of the memory that is free
+
+
+class Peak:
+    """The register kernel alone, on one panel of A and one of B that fit the nearest cache together."""
+
+    TIMES = 500
+
+    def __init__(self, dtype):
+        rows, columns = host().register_tile(dtype)
+        self.k = max(16, host().l1 // 2 // ((rows + columns) * dtype.itemsize))
+        self.flops = 2 * rows * columns * self.k * self.TIMES
+        self.zero = dtype.type(0)
+        shapes = (self.k, rows), (self.k, columns), (rows, columns)
+        self.arrays = [np.zeros(shape, dtype) for shape in shapes]
+        self.measure()
+
+    def measure(self) -> float:
+        """GFLOP/s of one thread."""
+        start = time.perf_counter()
+        _repeat_tile(self.zero, *self.arrays, 0, False, self.TIMES)
+        return self.flops / (time.perf_counter() - start) / 1e9
+
+
+@jit
+def _repeat_tile(zero, a, b, c, start, accumulate, times):
+    k, rows, columns = a.shape[0], min(TILE_ROWS, c.shape[0]), c.shape[1]
+    for _ in range(times):
+        tile(zero, address(a), address(b), b.strides[0], address(c), c.strides[0], k, rows, columns, start,
+             accumulate)
 
 
 class Bandwidth:

@@ -3,7 +3,7 @@ import numpy as np
 
 from .cache import jit
 from .threads import parallel_for
-from .views import ranges, same_dtype, same_shape, source, target
+from .views import ranges, same_dtype, source, target
 
 GRAIN = 65536  # elements of a task
 COLUMNS = 64  # smallest width of a task of embedding_backward
