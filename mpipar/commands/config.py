@@ -69,7 +69,7 @@ class Config:
     """Optimizer steps."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """adamw or plain sgd."""
-    lr: float = 1e-3
+    lr: float = 3e-3
     """Peak learning rate."""
     lr_min: float | None = None
     """Learning rate at the end of the cosine [default: a tenth of --lr]."""
