@@ -1,10 +1,12 @@
 """`python -m mpipar.bench <name>`: finds the benchmark of that name and runs it."""
 
 import argparse
+import contextlib
 import importlib
+import os
 import sys
 
-from mpipar.comm import guard
+from mpipar.comm import guard, launcher
 
 BENCHMARKS = {
     "gemm": "our matrix product against NumPy's BLAS, in one run",
@@ -25,9 +27,14 @@ def main(arguments=None) -> int:
             module = importlib.import_module(f".{name}", __package__)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    parsed, parsed.rest = parser.parse_known_args(arguments)
-    if parsed.rest and parsed.name != "train":
-        parser.error(f"unrecognized arguments: {' '.join(parsed.rest)}")
+    with contextlib.ExitStack() as silent:
+        if launcher.rank() != 0:  # one rank says what is wrong
+            nowhere = silent.enter_context(open(os.devnull, "w"))
+            silent.enter_context(contextlib.redirect_stdout(nowhere))
+            silent.enter_context(contextlib.redirect_stderr(nowhere))
+        parsed, parsed.rest = parser.parse_known_args(arguments)
+        if parsed.rest and parsed.name != "train":
+            parser.error(f"unrecognized arguments: {' '.join(parsed.rest)}")
     try:
         parsed.run(parsed)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -12,6 +13,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from mpipar.comm import launcher
 from mpipar.parallel.pipeline.schedule import build
 
 if sys.version_info >= (3, 11):
@@ -50,7 +52,8 @@ class Config:
     dp: int | None = None
     """Replicas, data parallelism [default: what tp and pp leave]."""
     tp: int | None = None
-    """Ranks that share each layer, tensor parallelism [default: 2 if 4 divides the ranks, else 1]."""
+    """Ranks that share each layer, tensor parallelism [default: what dp and pp leave if dp is given, else 2 if 4
+    divides the ranks, else 1]."""
     pp: int = 1
     """Pipeline stages."""
     order: str = "dp,pp,tp"
@@ -64,7 +67,7 @@ class Config:
     layers_per_stage: str | None = None
     """Layers of each stage, such as 3,2,2 [default: as even as possible, the first stages one more]."""
     global_batch: int | None = None
-    """Samples of a step over all replicas [default: 16 for gpt, 128 for mlp]."""
+    """Samples of a step over all replicas [default: 16 for gpt, 128 for mlp, or the next number that dp divides]."""
     steps: int = 400
     """Optimizer steps."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -102,16 +105,22 @@ class Config:
     threads: int | None = None
     """Threads of a rank [default: cores of the affinity mask / ranks on the node]."""
     metrics: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write one JSON object a line: start, every step, evaluations, end."""
+    """Write one JSON object a line: start, every step, evaluations, end (an older metrics file is replaced)."""
     quiet: bool = False
     """Print nothing but errors."""
 
     def resolved(self, ranks: int) -> "Config":
         """The configuration with every default that depends on the others filled in."""
         gpt = self.model == "gpt"
-        tp = self.tp if self.tp is not None else (2 if ranks % 4 == 0 and ranks % (2 * self.pp) == 0 else 1)
+        tp = self.tp
+        if tp is None and self.dp is not None:  # what dp and pp leave
+            tp = max(ranks // max(self.dp * self.pp, 1), 1)
+        elif tp is None:
+            tp = 2 if ranks % 4 == 0 and ranks % (2 * self.pp) == 0 else 1
         dp = self.dp if self.dp is not None else max(ranks // max(tp * self.pp, 1), 1)
-        batch = self.global_batch if self.global_batch is not None else (16 if gpt else 128)
+        batch = self.global_batch
+        if batch is None:
+            batch = -(-(16 if gpt else 128) // max(dp, 1)) * max(dp, 1)  # the next number that dp divides
         rows = batch // max(dp, 1)
         micro = self.micro_batches
         if micro is None:
@@ -130,10 +139,14 @@ class Config:
         for name in ("layers", "dim", "heads", "seq", "vocab", "global_batch", "micro_batches", "virtual_stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} is not valid: it must be at least 1")
-        for name in ("steps", "warmup", "eval_every", "eval_steps", "generate", "clip", "weight_decay", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{flag(name)} {getattr(self, name)} is not valid: it must be at least 0")
-        build(self.schedule, self.pp, self.micro_batches, self.virtual_stages)
+        for name in ("steps", "warmup", "eval_every", "eval_steps", "generate", "clip", "weight_decay", "seed", "lr", "lr_min"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{flag(name)} {getattr(self, name)} is not valid: it must be a number of at least 0")
+        for name in ("beta1", "beta2", "held_out", "dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{flag(name)} {getattr(self, name)} is not valid: it must lie in [0, 1)")
+        self._check_model()
+        self._check_pipeline()
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"--threads {self.threads} is not valid: it must be at least 1")
         if self.global_batch % self.dp:
@@ -143,12 +156,34 @@ class Config:
         if self.micro_batches > rows:
             raise ValueError(f"--micro-batches {self.micro_batches} is more than the {rows} rows of a replica: at most {rows}")
 
+    def _check_model(self) -> None:
+        """Options that would do nothing for this model or these data are refused."""
+        default = Config()
+        if self.model == "mlp":
+            for name in ("heads", "seq", "vocab", "tied", "dropout", "generate"):
+                if getattr(self, name) != getattr(default, name):
+                    raise ValueError(f"{flag(name)} is an option of --model gpt: leave it out for --model mlp")
+        if self.data == "random" and self.eval_every:
+            raise ValueError("--eval-every needs held-out text: --data random has none")
+
+    def _check_pipeline(self) -> None:
+        """The schedule, its virtual stages and the layers have to fit."""
+        if self.schedule == "interleaved" and self.virtual_stages < 2:
+            raise ValueError("--schedule interleaved needs --virtual-stages of at least 2")
+        if self.schedule in ("1f1b", "zero-bubble") and self.virtual_stages > 1:
+            raise ValueError(f"--virtual-stages {self.virtual_stages} needs --schedule interleaved, gpipe or naive")
+        stages = self.pp * self.virtual_stages
+        if self.layers < stages:
+            raise ValueError(f"--layers {self.layers} do not fill pp={self.pp} x {self.virtual_stages} virtual stages: "
+                             f"give at least {stages} layers, or fewer stages")
+        build(self.schedule, self.pp, self.micro_batches, self.virtual_stages)
+
     def stage_layers(self) -> list[int] | None:
         """--layers-per-stage as numbers; ValueError if it is not a list of them."""
         if self.layers_per_stage is None:
             return None
         try:
-            return [int(n) for n in self.layers_per_stage.split(",")]
+            return [int(n) for n in re.split(r"[,+ ]+", self.layers_per_stage.strip())]
         except ValueError:
             raise ValueError(f"--layers-per-stage {self.layers_per_stage!r} is not a list of numbers such as 3,2,2") from None
 
@@ -171,6 +206,8 @@ def parse(arguments: list[str]) -> Config:
         name = argument.removeprefix("--").split("=")[0].replace("_", "-")
         if argument.startswith("--") and name in LATER:
             raise ValueError(f"--{name} does not exist yet in this version of mpipar")
+    if sum(argument == "--config" or argument.startswith("--config=") for argument in arguments) > 1:
+        raise ValueError("--config is given twice: one file only")
     path = config_path(arguments)
     default = Config() if path is None else read_file(path)
     return from_flags(arguments, default)
@@ -193,8 +230,9 @@ def read_file(path: str) -> Config:
             values = tomllib.load(file)
     except OSError as error:
         raise ValueError(f"--config {path!r} can't be read: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {path!r} is not valid TOML: {error}") from None
+    default = Config()
     known = [field.name for field in dataclasses.fields(Config) if field.name != "config"]
     arguments = []
     for key, value in values.items():
@@ -202,18 +240,24 @@ def read_file(path: str) -> Config:
             raise ValueError(f"{key} in {path!r} does not exist yet in this version of mpipar")
         if key.replace("-", "_") not in known:
             raise ValueError(f"{key} in {path!r} is not an option: valid are {', '.join(known)}")
-        arguments += as_flag(key, value)
-    return from_flags(arguments, Config())
+        is_switch = isinstance(getattr(default, key.replace("-", "_")), bool)
+        if is_switch != isinstance(value, bool):
+            raise ValueError(f"{key} = {value!r} in {path!r} is not valid: it must {'' if is_switch else 'not '}be true or false")
+        arguments.append(as_flag(key, value))
+    try:
+        return from_flags(arguments, default)
+    except ValueError as error:
+        raise ValueError(f"{path!r}: {error}") from None
 
 
-def as_flag(key: str, value) -> list[str]:
+def as_flag(key: str, value) -> str:
     """A value of the file as the flag that says the same."""
     name = flag(key)
     if isinstance(value, bool):
-        return [name if value else name.replace("--", "--no-", 1)]
+        return name if value else name.replace("--", "--no-", 1)
     if isinstance(value, list):
-        return [name, ",".join(str(v) for v in value)]
-    return [name, str(value)]
+        value = ",".join(str(v) for v in value)
+    return f"{name}={value}"
 
 
 def from_flags(arguments: list[str], default: Config) -> Config:
@@ -232,7 +276,8 @@ def one_line_cli(kind, arguments: list[str], *, prog: str, **options):
             return tyro.cli(kind, args=arguments, prog=prog, **options)
     except SystemExit as error:
         if not error.code:
-            print(caught.getvalue(), end="")
+            if launcher.rank() == 0:
+                print(caught.getvalue(), end="")
             raise
         raise ValueError(one_line(caught.getvalue())) from None
 
@@ -242,6 +287,9 @@ def one_line(message: str) -> str:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", message)
     parts = [" ".join(re.sub(r"[│╭╮╰╯┌┐└┘]+", " ", part).split()) for part in re.split(r"[─-]{5,}", plain)]
     text = next((part for part in parts[1:] if part), parts[0])
+    wrong = re.search(r"Error parsing (--[a-z0-9-]+).*?(?:from \['(.*?)'\]|literal.*?: '(.*?)'|to float: '(.*?)')", text)
+    if wrong:
+        return f"{wrong[1]} {next(filter(None, wrong.groups()[1:]), '')!r} is not a number of the kind that it needs"
     if "Perhaps you meant" in plain:
         near = dict.fromkeys(re.findall(r"--[a-z][a-z0-9-]*", plain.split("Perhaps you meant")[1]))
         text += f"; perhaps you meant {' or '.join(name for name in near if name != '--help')}"

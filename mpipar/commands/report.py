@@ -20,9 +20,10 @@ def plan_lines(model: Model, *, batch: int, micro_batches: int, schedule: str, t
     shape = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh.order)
     item = model.dtype.itemsize
     lines = [
-        f"mesh      {mesh.size} ranks on {mesh.nodes} node{'s' * (mesh.nodes > 1)}: {shape}, last axis fastest",
-        f"compute   {threads} thread{'s' * (threads > 1)} a rank, {model.dtype} products by {gemm}",
-        f"batch     {batch} samples = {mesh.dp.size} replicas x {micro_batches} micro-batches, schedule {schedule}",
+        f"mesh      {count(mesh.size, 'rank')} on {count(mesh.nodes, 'node')}: {shape}, last axis fastest",
+        f"compute   {count(threads, 'thread')} a rank, {model.dtype} products by {gemm}",
+        f"batch     {count(batch, 'sample')} on {count(mesh.dp.size, 'replica')}, {count(micro_batches, 'micro-batch')} each"
+        + (f", schedule {schedule}" if mesh.pp.size > 1 else ""),
         f"model     {model.global_parameters:,} parameters, {model.global_parameters * item:,} bytes",
     ]
     for stage in range(model.stages):
@@ -33,6 +34,12 @@ def plan_lines(model: Model, *, batch: int, micro_batches: int, schedule: str, t
             held = rank_parameters(model, pp_rank, tp_rank)
             lines.append(f"  ranks {','.join(map(str, ranks)):<8} {where}: {model.describe(stage)}, {held:,} parameters")
     return lines + message_lines(model, batch=batch, micro_batches=micro_batches)
+
+
+def count(number: int, thing: str) -> str:
+    """1 rank, 2 ranks, 2 micro-batches."""
+    plural = thing + ("es" if thing.endswith("ch") else "s")
+    return f"{number} {thing if number == 1 else plural}"
 
 
 def coordinates(mesh, rank: int) -> tuple[int, int]:
@@ -53,8 +60,8 @@ def message_lines(model: Model, *, batch: int, micro_batches: int) -> list[str]:
     elif mesh.tp.size > 1:
         lines.append(f"  tp: 1 all-reduce forward and 1 backward each 2 layers and micro-batch, {rows * width * item:,} bytes each")
     if mesh.pp.size > 1:
-        count = 2 * micro_batches * (model.stages - 1)
-        lines.append(f"  pp: {count} messages a replica and tp rank, up to {rows * width * item:,} bytes each")
+        messages = 2 * micro_batches * (model.stages - 1)
+        lines.append(f"  pp: {messages} messages a replica and tp rank, up to {rows * width * item:,} bytes each")
     if mesh.dp.size > 1:
         most = max(rank_parameters(model, p, t) for p in range(mesh.pp.size) for t in range(mesh.tp.size))
         lines.append(f"  dp: 1 all-reduce of the gradients, {most * item:,} bytes on the fullest rank")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import platform
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,6 +27,7 @@ from mpipar.engine.learning_rate import Cosine
 from mpipar.engine.metrics import MetricsFile, Throughput, check_writable, peak_rss_bytes
 from mpipar.engine.optimizer import SGD, AdamW
 from mpipar.engine.trainer import Trainer
+from mpipar.kernels.cache import is_cold
 from mpipar.kernels.settings import settings
 from mpipar.kernels.threads import limit_threads
 from mpipar.models.gpt import GPT
@@ -43,10 +47,10 @@ class Run:
     prompt: np.ndarray | None  # text to continue at the end
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str]) -> int:
     """The command: see `Config` for the options."""
     fault.inject("import")
-    train(set_up(arguments))
+    return train(set_up(arguments))
 
 
 def set_up(arguments: list[str]) -> Run:
@@ -56,12 +60,15 @@ def set_up(arguments: list[str]) -> Run:
         fault.check()
         asked = parse(arguments)
         config = asked.resolved(world_size())
+        enough_ranks(asked, world_size())
         mesh = Mesh(dp=asked.dp, tp=config.tp, pp=config.pp, order=config.axes())
         config.check()
-        check_writable(config.metrics)
+        check_metrics(config)
         train_source, held_out, prompt = sources(config)
         limit_threads(config.threads or max(1, settings.threads // mesh.ranks_on_node))
         settings.gemm = config.gemm
+        if mesh.is_root and not config.quiet and is_cold():
+            print("compiling the kernels: once for this machine, up to a minute", flush=True)
         model = build_model(config, mesh)
         kind = AdamW if config.optimizer == "adamw" else SGD
         options = {"betas": (config.beta1, config.beta2)} if config.optimizer == "adamw" else {}
@@ -72,6 +79,23 @@ def set_up(arguments: list[str]) -> Run:
         )
         metrics = MetricsFile(config.metrics, active=mesh.is_root)
     return Run(config, mesh, train_source, held_out, trainer, metrics, prompt)
+
+
+def enough_ranks(asked: Config, ranks: int) -> None:
+    """ValueError that says how to start, where one rank is asked to be several."""
+    wanted = (asked.dp or 1) * (asked.tp or 1) * asked.pp
+    if ranks == 1 and wanted > 1:
+        raise ValueError(f"this layout needs {wanted} ranks, and one was started: use mpirun -np {wanted} python -m mpipar.train")
+
+
+def check_metrics(config: Config) -> None:
+    """ValueError if the metrics can't be written, or would replace something else than older metrics."""
+    check_writable(config.metrics)
+    if config.metrics is None or not os.path.exists(config.metrics) or not os.path.getsize(config.metrics):
+        return
+    with open(config.metrics, "rb") as file:
+        if not file.readline(64).startswith(b'{"event": '):
+            raise ValueError(f"--metrics {config.metrics!r} exists and is not a metrics file: it would be replaced")
 
 
 def build_model(config: Config, mesh: Mesh) -> GPT | MLP:
@@ -97,17 +121,20 @@ def sources(config: Config):
         raise ValueError(f"--vocab {config.vocab} is too small: the text has the byte {tokens.max()}, so at least {tokens.max() + 1}")
     train_part, tail = split_text(tokens, config.held_out)
 
-    def source(part):
-        if config.model == "mlp":
-            return TextVectors(part, dim=config.dim, dtype=config.dtype, **common)
-        return TextWindows(part, seq=config.seq, **common)
+    def source(part, name, drop_last):
+        try:
+            if config.model == "mlp":
+                return TextVectors(part, dim=config.dim, dtype=config.dtype, drop_last=drop_last, **common)
+            return TextWindows(part, seq=config.seq, drop_last=drop_last, **common)
+        except ValueError as error:
+            raise ValueError(f"the {name} part of --data {config.data} (--held-out {config.held_out}): {error}") from None
 
-    held_out = source(tail) if config.eval_steps and len(tail) else None
-    return source(train_part), held_out, tail[:32].astype(np.int64) if config.model == "gpt" and len(tail) else None
+    held_out = source(tail, "held-out", False) if config.eval_steps and len(tail) else None
+    return source(train_part, "training", True), held_out, tail[:32].astype(np.int64) if config.model == "gpt" and len(tail) else None
 
 
-def train(run: Run) -> None:
-    """The loop over the steps, evaluations, and what is said and written on the way."""
+def train(run: Run) -> int:
+    """The loop over the steps, evaluations, and what is said and written on the way; the exit code."""
     config, mesh, trainer = run.config, run.mesh, run.trainer
     speak = mesh.is_root and not config.quiet
     if speak:
@@ -134,6 +161,11 @@ def train(run: Run) -> None:
         run.metrics.write("step", step=step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr,
                           step_time_s=seconds, **{f"{unit}_per_s": rate})
         progress.step(result, rate)
+        if not math.isfinite(result.loss):
+            progress.close()
+            if mesh.is_root:
+                print(f"mpipar: error: the loss of step {step} is {result.loss}: training has diverged; lower --lr", file=sys.stderr)
+            return 1
         if result.stop:
             progress.say(f"asked to stop: leaving after step {step}")
             break
@@ -145,6 +177,7 @@ def train(run: Run) -> None:
     if run.prompt is not None and config.generate:
         sample(run, speak)
     run.metrics.close()
+    return 0
 
 
 def evaluate(run: Run, progress: Progress) -> float | None:
@@ -163,9 +196,15 @@ def sample(run: Run, speak: bool) -> None:
     if run.mesh.dp.rank == 0:
         tokens = generate(run.trainer.model, run.prompt, run.config.generate, seed=run.config.seed)
         if speak:
-            start, rest = (bytes(t.astype(np.uint8)).decode(errors="replace") for t in np.split(tokens, [len(run.prompt)]))
+            start, rest = (printable(part) for part in np.split(tokens, [len(run.prompt)]))
             print(f"generated text, after {start!r}:\n{rest}", flush=True)
     run.mesh.world.barrier()
+
+
+def printable(tokens: np.ndarray) -> str:
+    """Bytes as text that is safe for a terminal."""
+    text = bytes(tokens.astype(np.uint8)).decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def write_start(run: Run) -> None:

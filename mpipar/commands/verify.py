@@ -18,10 +18,11 @@ from mpipar.comm import guard
 from mpipar.comm.mesh import Mesh
 from mpipar.comm.mpi import check_launcher, world_size
 from mpipar.commands.breakage import BREAKS
-from mpipar.commands.config import one_line_cli
+from mpipar.commands.config import flag, one_line_cli
 from mpipar.data import RandomTokens
 from mpipar.engine.checksum import global_state, parameters_sha256
 from mpipar.engine.learning_rate import Cosine
+from mpipar.engine.metrics import check_writable
 from mpipar.engine.optimizer import AdamW
 from mpipar.engine.trainer import Trainer
 from mpipar.kernels.settings import settings
@@ -53,9 +54,22 @@ class Options:
     clip: float = 1.0
     """Largest norm of the gradient; 0: no clipping."""
     break_: Annotated[str | None, tyro.conf.arg(name="break", metavar="WHAT")] = None
-    """Switch a piece off in the parallel runs."""
+    """Switch a piece off in the parallel runs; a wrong name lists the right ones. Exit code 1 says that it was noticed."""
     json: str | None = None
     """Write the comparison to this file."""
+
+    def check(self, ranks: int) -> None:
+        """ValueError for numbers that can't be meant."""
+        if ranks == 1:
+            raise ValueError("one rank has nothing to compare itself with: start with mpirun -np 2, 4 or 8")
+        for name in ("steps", "global_batch", "micro_batches", "layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{flag(name)} {getattr(self, name)} is not valid: it must be at least 1")
+        if self.vocab < 4:
+            raise ValueError(f"--vocab {self.vocab} is not valid: it must be at least 4")
+        if not 0 <= self.dropout < 1 or not self.clip >= 0:
+            raise ValueError(f"--dropout {self.dropout} --clip {self.clip} is not valid: dropout in [0, 1), clip at least 0")
+        check_writable(self.json)
 
 
 @dataclass
@@ -86,6 +100,8 @@ def run(options: Options, mesh: Mesh, schedule: str, damage=None) -> Outcome:
     results, gradients = [], {}
     for step in range(1, options.steps + 1):
         results.append(trainer.step(source.batch(step)))
+        if results[-1].stop:
+            raise SystemExit("asked to stop")
         if step == 1:
             gradients = global_state(model, gradients=True)
     return Outcome(start, [r.loss for r in results], [r.grad_norm for r in results], gradients, global_state(model))
@@ -142,6 +158,7 @@ def verify(options: Options) -> int:
     """Run everything and print the table; the exit code."""
     ranks, damage = world_size(), None
     with guard.checking():
+        options.check(ranks)
         if options.break_ is not None:
             if options.break_ not in BREAKS:
                 raise ValueError(f"--break {options.break_!r} does not exist: valid are {', '.join(BREAKS)}")

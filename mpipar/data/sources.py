@@ -24,14 +24,14 @@ class TextWindows(Source):
     """Windows of `seq` tokens of a text, the targets being the same windows one token later.
 
     An epoch cuts the text into windows that do not overlap, beginning at a random offset, and takes them in random
-    order: each is used once an epoch, and the next epoch cuts elsewhere.
+    order: each is used once an epoch, and the next epoch cuts elsewhere. drop_last: see EpochSampler.
     """
 
-    def __init__(self, tokens: np.ndarray, *, seq: int, global_batch: int, seed: int = 0):
+    def __init__(self, tokens: np.ndarray, *, seq: int, global_batch: int, seed: int = 0, drop_last: bool = True):
         if len(tokens) < 2 * seq:
             raise ValueError(f"seq={seq} is too long for a text of {len(tokens)} tokens: at most {len(tokens) // 2}")
         self.tokens, self.seq, self.global_batch, self.seed = tokens, seq, global_batch, seed
-        self.sampler = EpochSampler((len(tokens) - seq) // seq, global_batch, seed=seed)
+        self.sampler = EpochSampler((len(tokens) - seq) // seq, global_batch, seed=seed, drop_last=drop_last)
 
     def batch(self, step: int) -> Batch:
         """The batch of a step: inputs and targets int64 [B, seq]."""
@@ -49,11 +49,12 @@ class TextWindows(Source):
 class TextVectors(Source):
     """Rows of `dim` consecutive bytes of a text as numbers in [-1, 1), for models without tokens."""
 
-    def __init__(self, tokens: np.ndarray, *, dim: int, global_batch: int, dtype="float32", seed: int = 0):
+    def __init__(self, tokens: np.ndarray, *, dim: int, global_batch: int, dtype="float32", seed: int = 0,
+                 drop_last: bool = True):
         if len(tokens) < dim:
             raise ValueError(f"dim={dim} is too long for a text of {len(tokens)} bytes: at most {len(tokens)}")
         self.tokens, self.dim, self.global_batch, self.dtype = tokens, dim, global_batch, np.dtype(dtype)
-        self.sampler = EpochSampler(len(tokens) // dim, global_batch, seed=seed)
+        self.sampler = EpochSampler(len(tokens) // dim, global_batch, seed=seed, drop_last=drop_last)
 
     def batch(self, step: int) -> Batch:
         """The batch of a step: inputs [B, dim], no targets."""

@@ -48,6 +48,8 @@ def draw(logits: np.ndarray, temperature: float, random: np.random.Generator) ->
     """One token from softmax(logits / temperature)."""
     if temperature == 0:
         return int(logits.argmax())
+    if not np.isfinite(logits).all():
+        raise ValueError("the model's logits are not finite: it has diverged, and no text can be drawn from it")
     scaled = logits.astype(np.float64) / temperature
     weights = np.exp(scaled - scaled.max())
     return int(random.choice(len(logits), p=weights / weights.sum()))

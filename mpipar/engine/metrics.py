@@ -18,7 +18,9 @@ def check_writable(path: str | None) -> None:
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise ValueError(f"{path!r} can't be written: there is no folder {folder!r}")
-    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+    if os.path.isdir(path):
+        raise ValueError(f"{path!r} can't be written: it is a folder")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise ValueError(f"{path!r} can't be written")
 
 

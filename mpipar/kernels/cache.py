@@ -61,6 +61,12 @@ def cache_directory() -> Path | None:
     return _state.directory()
 
 
+def is_cold() -> bool:
+    """Whether nothing has been compiled yet for the present state of the sources and this machine."""
+    directory = cache_directory()
+    return directory is None or next(directory.iterdir(), None) is None
+
+
 def source_key() -> str:
     """Hash over every kernel source, the versions of the compilers, Python, the CPU and Numba's switches."""
     digest = hashlib.sha256()

@@ -36,7 +36,6 @@ class EmbeddingBlock(Block):
     def __init__(self, vocab, dim, seq, *, dropout, seed, group):
         self.embedding = VocabParallelEmbedding("embedding", vocab, dim, seq, group=group)
         self.dropout = Dropout("embedding", dropout, seed=seed)
-        self.layers = [self.embedding]
 
     def __str__(self):
         return "embedding"
@@ -71,7 +70,6 @@ class TransformerBlock(Block):
         self.gelu = Gelu()
         self.down = RowParallelLinear(f"{name}.down", 4 * dim, dim, group=group, initial=residual)
         self.dropout2 = Dropout(f"{name}.mlp", dropout, seed=seed)
-        self.layers = [self.norm1, self.qkv, self.projection, self.norm2, self.up, self.down]
 
     def __str__(self):
         return f"block {self.number}"
@@ -126,7 +124,6 @@ class HeadBlock(Block):
         self.norm = LayerNorm("head.norm", dim)
         self.head = VocabParallelHead(weight, group=group)
         self.dim = dim
-        self.layers = [self.norm, self.head]
 
     def __str__(self):
         return "head"

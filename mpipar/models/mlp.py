@@ -32,7 +32,6 @@ class MlpLayer(Block):
             self.linear = RowParallelLinear(name, dim, dim, group=group, initial=initial, bias=False)
             self.width = dim // group.size
         self.gelu = Gelu()
-        self.layers = [self.linear]
 
     def __str__(self):
         return f"layer {self.number}"
@@ -56,7 +55,6 @@ class MeanSquare(Block):
         self.dim = dim
         self.split = split
         self.group = group
-        self.layers = []
 
     def __str__(self):
         return "loss"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,19 +28,13 @@ class MicroBatch:
     scale: float
 
 
-class Block:
-    """A unit that is never cut by a pipeline stage.
+class Block(Layer):
+    """A unit that is never cut by a pipeline stage; its layers are its attributes.
 
     forward(x, micro) -> (y, saved), backward(saved, dy, micro, later) -> dx, input_shape(micro) -> shape of x. The first
     block of a model gets the micro-batch's inputs as x; the last one returns the sum of the losses as a float and gets
-    dy None. `layers` are the layers that hold its parameters.
+    dy None.
     """
-
-    layers: list[Layer]
-
-    def parameters(self) -> list[Parameter]:
-        """The parameters of the block, each once."""
-        return list(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
 
 
 class Chunk:
@@ -116,6 +111,7 @@ class Model:
 
     def allocate(self) -> "Model":
         """Give memory and initial values to the parameters of this rank; called once all sizes are known to fit."""
+        self._check_memory()
         keep_freed_memory()
         self.mesh.first_on_node(lambda: compile_all(self.dtype))
         self.buffers = FlatBuffers(self.parameters, self.dtype)
@@ -126,6 +122,18 @@ class Model:
                 last = stage == self.stages - 1
                 self.chunks[stage] = Chunk(blocks, first=stage == 0, last=last, dtype=self.dtype)
         return self
+
+    def _check_memory(self) -> None:
+        """Refuse what can't fit: parameters, gradients and two moments of the ranks of this node in its memory."""
+        if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+            return
+        present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        needed = 4 * self.dtype.itemsize * sum(p.size for p in self.parameters) * self.mesh.ranks_on_node
+        if needed > present:
+            raise ValueError(
+                f"parameters, gradients and moments need {needed / 2**30:.1f} GiB on this node, which has {present / 2**30:.1f}: "
+                "take a smaller model, or more nodes and a larger tp or pp"
+            )
 
     @property
     def tied(self) -> list[Parameter]:

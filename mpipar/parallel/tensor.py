@@ -7,6 +7,9 @@ products are summed forward (the operator g), and nothing is sent backward. Colu
 function between, costs one all-reduce each way.
 
 A group of one rank sends nothing: these layers are then the serial ones.
+
+What every rank holds whole (norms, biases of row-parallel layers, positions) needs no sum of its gradients: it sees the
+whole x and, behind f, the whole dy, so every rank computes the same gradient.
 """
 
 from __future__ import annotations
@@ -113,7 +116,12 @@ class VocabParallelEmbedding(Layer):
         self.group = group
 
     def forward(self, tokens, at=None):
-        """tokens int64 [B, T] -> x [B, T, D]; saves the tokens."""
+        """tokens int64 [B, T] -> x [B, T, D]; saves the tokens. ValueError for a token that is not in the vocabulary."""
+        vocab = self.weight.global_shape[0]
+        if tokens.dtype.kind not in "iu":
+            raise ValueError(f"tokens are {tokens.dtype}: they must be integers from 0 to {vocab - 1}")
+        if tokens.size and not (0 <= tokens.min() and tokens.max() < vocab):
+            raise ValueError(f"tokens reach from {tokens.min()} to {tokens.max()}: valid are 0 to {vocab - 1}")
         x = np.empty((*tokens.shape, self.weight.data.shape[1]), self.weight.data.dtype)
         embedding_forward(tokens.reshape(-1), self.weight.data, self.first, rows(x))
         self.group.all_reduce(x)
@@ -151,6 +159,8 @@ class VocabParallelHead(Layer):
         loss of a row = log(sum_j exp(z_j - max)) + max - z_target.
         """
         targets = targets.reshape(-1)
+        if targets.max(initial=0) >= self.weight.global_shape[0]:
+            raise ValueError(f"targets reach {targets.max()}: valid are up to {self.weight.global_shape[0] - 1}, negative: left out")
         logits = self.logits(x)
         maximum = np.empty(len(targets), x.dtype)
         row_max(logits, maximum)

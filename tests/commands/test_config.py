@@ -46,7 +46,7 @@ def test_what_does_not_exist_yet_is_refused_by_name(name, tmp_path):
 
 
 @pytest.mark.parametrize("text,words", [
-    ("layers = ", "not valid TOML"), ("layerz = 3", "not an option: valid are"), ('layers = "x"', "invalid"),
+    ("layers = ", "not valid TOML"), ("layerz = 3", "not an option: valid are"), ('layers = "x"', "not a number"),
 ])
 def test_bad_files_are_one_line(text, words, tmp_path):
     path = tmp_path / "run.toml"
