@@ -155,3 +155,55 @@ def test_layers_spread_over_the_stages():
     job = train(2, "--pp", 2, "--layers", 7, "--layers-per-stage", "2,5", "--steps", 1)
     assert "blocks 0-1" in job.stdout and "blocks 2-6" in job.stdout
     assert split_range(7, 2, 0) == (0, 4)
+
+
+@pytest.mark.parametrize("ranks,arguments,words", [
+    (1, ["--tp", "2"], "use mpirun -np 2"),
+    (1, ["--lr", "nan"], "--lr nan"),
+    (1, ["--beta2", "1"], "[0, 1)"),
+    (1, ["--dim", "1048576"], "GiB"),
+    (1, ["--virtual-stages", "2"], "--schedule interleaved"),
+    (2, ["--pp", "2", "--schedule", "interleaved", "--layers", "3"], "at least 4 layers"),
+    (1, ["--model", "mlp", "--layers", "2"], "--heads is an option of --model gpt"),
+    (1, ["--eval-every", "5"], "--data random has none"),
+])
+def test_more_user_errors(ranks, arguments, words):
+    heads = ["--heads", "2"] if "mlp" in arguments else []
+    job = run_job(ranks, ["-m", "mpipar.train", "--data", "random", *arguments, *heads])
+    assert job.returncode == 2 and len(job.output.strip().splitlines()) == 1 and words in job.output, job.output
+
+
+def test_what_is_not_a_metrics_file_is_not_replaced(tmp_path):
+    text = tmp_path / "corpus.txt"
+    text.write_text("to be or not to be " * 1000)
+    job = run_job(1, ["-m", "mpipar.train", "--data", text, "--metrics", text, "--seq", "16", "--steps", "1"])
+    assert job.returncode == 2 and "not a metrics file" in job.output and text.stat().st_size == 19_000
+    file = tmp_path / "metrics"
+    for _ in range(2):  # an older metrics file is replaced
+        assert train(1, "--steps", 1, "--metrics", file).returncode == 0
+        assert len(events(file, "step")) == 1
+
+
+def test_defaults_fit_any_number_of_ranks_and_either_model(tmp_path):
+    file = tmp_path / "metrics"
+    small = ["--steps", "1", "--layers", "1", "--eval-steps", "1", "--metrics", file]
+    for ranks, arguments, expected in (
+        (3, ["--dim", "32", "--generate", "0"], (3, 1, 18)), (4, ["--dim", "32", "--dp", "4", "--generate", "0"], (4, 1, 16)),
+        (2, ["--model", "mlp", "--dp", "1"], (1, 2, 128)),
+    ):
+        job = run_job(ranks, ["-m", "mpipar.train", *small, *arguments], timeout=120)
+        assert job.returncode == 0, job.output
+        start = events(file, "start")[0]
+        assert (start["dp"], start["tp"], start["global_batch"]) == expected
+        assert events(file, "end")[0]["eval_loss"] > 0
+
+
+def test_a_run_that_diverges_says_so():
+    job = train(2, "--steps", 50, "--lr", "1e300", "--warmup", 0, "--clip", 0)
+    assert job.returncode == 1 and "training has diverged" in job.stderr and "Traceback" not in job.output, job.output
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_help_is_printed_once(command):
+    job = run_job(2, ["-m", f"mpipar.{command}", "--help"])
+    assert job.returncode == 0 and job.stdout.count("usage:") == 1

@@ -56,3 +56,13 @@ def test_mlp_is_the_lectures():
         x = np.asarray(x)
     assert result.loss == pytest.approx((x**2).mean(), rel=1e-12)
     assert MLP(layers=3, dim=16).global_parameters == 3 * 256
+
+
+@pytest.mark.parametrize("change,words", [
+    (lambda x, y: (x + 60, y), "valid are 0 to 63"), (lambda x, y: (x - 70, y), "valid are 0 to 63"),
+    (lambda x, y: (x.astype(np.float64), y), "integers"), (lambda x, y: (x, y + 64), "valid are up to 63"),
+])
+def test_tokens_outside_the_vocabulary_are_refused(change, words):
+    inputs, targets = RandomTokens(vocab=64, seq=16, global_batch=4).batch(1).fetch(0, 4)
+    with pytest.raises(ValueError, match=words):
+        Trainer(tiny(), SGD(lr=0)).step(Batch.of(*change(inputs, targets)))
