@@ -17,9 +17,10 @@ PARTS = {
         "mpipar.nn.gelu": ["gelu_again", "gelu_backward", "gelu_forward"],
         "mpipar.nn.dropout": ["dropout"],
         "mpipar.parallel.tensor": [
-            "add_bias", "bias_residual", "add_positions", "embedding_forward", "embedding_backward",
+            "add", "add_bias", "bias_residual", "add_positions", "embedding_forward", "embedding_backward",
             "positions_backward", "gelu_forward", "row_max", "cross_entropy_sums", "cross_entropy_backward",
         ],
+        "mpipar.models.gpt": ["add"],
         "mpipar.models.mlp": ["sum_squares"],
         "mpipar.engine.gradients": ["sum_squares"],
     },

@@ -70,14 +70,6 @@ def column_sum(dy, out, *, accumulate=True):
     return out
 
 
-def scale(x, factor):
-    """x *= factor, in place."""
-    dtype = same_dtype(x)
-    y, number = target(x), dtype.type(factor)
-    parallel_for(_scale, [(y[cut], number) for cut in ranges(y.size, GRAIN)])
-    return x
-
-
 def warm(dtype):
     """Compiles or loads every kernel of this file for a dtype."""
     x, y, z, bias = (np.zeros((2, 4), dtype) for _ in range(4))
@@ -87,7 +79,6 @@ def warm(dtype):
         add(x, y, out)
         bias_residual(x, bias, y, out)
     column_sum(x, bias)
-    scale(x, 1.0)
 
 
 def _check_bias(x, bias):
@@ -154,9 +145,3 @@ def _column_sum(dy, out, first, accumulate):
             total[n] += block[n]
     for n in range(columns):
         out[n] = (out[n] if accumulate else 0.0) + total[n]
-
-
-@jit
-def _scale(x, factor):
-    for i in range(x.size):
-        x[i] *= factor

@@ -78,12 +78,6 @@ def column_sum(dy, out, *, accumulate=True):
     return out
 
 
-def scale(x, factor):
-    """x *= factor, in place."""
-    x *= x.dtype.type(factor)
-    return x
-
-
 def sum_squares(x):
     """Sum of squares of all elements in float64, as a float."""
     return float(np.sum(np.square(x, dtype=np.float64)))

@@ -14,6 +14,7 @@ import math
 
 import numpy as np
 
+from mpipar.kernels.elementwise import add
 from mpipar.models.model import Block, MicroBatch, Model
 from mpipar.nn.attention import CausalAttention
 from mpipar.nn.dropout import Dropout
@@ -113,8 +114,7 @@ class TransformerBlock(Block):
             return y, (saved, None)
         y, saved = linear.forward(h)
         y, mask = dropout.forward(y, micro.keys)
-        y += x
-        return y, (saved, mask)
+        return add(y, x, y), (saved, mask)
 
 
 class HeadBlock(Block):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipar.kernels.elementwise import add_bias, bias_residual
+from mpipar.kernels.elementwise import add, add_bias, bias_residual
 from mpipar.kernels.embedding import add_positions, embedding_backward, embedding_forward, positions_backward
 from mpipar.kernels.gelu import gelu_forward
 from mpipar.kernels.gemm import gemm
@@ -87,7 +87,7 @@ class RowParallelLinear(Linear):
         elif bias is not None:
             add_bias(rows(y), bias, rows(y))
         elif around is not None:
-            y += residual
+            add(rows(y), around, rows(y))
         return y, x
 
     def forward_gelu(self, x):
