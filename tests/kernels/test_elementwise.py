@@ -81,4 +81,4 @@ def test_errors():
     with pytest.raises(ValueError, match="contiguous"):
         elementwise.add(x[:, ::2], x[:, 1::2], x[:, ::2])
     with pytest.raises(ValueError, match="int64"):
-        elementwise.scale(np.zeros(3, np.int64), 2)
+        elementwise.add(np.zeros(3, np.int64), np.zeros(3, np.int64), np.zeros(3, np.int64))
