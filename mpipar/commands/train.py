@@ -57,7 +57,6 @@ def set_up(arguments: list[str]) -> Run:
     """Build a run from the command line; whatever a user can get wrong is refused here, before memory is taken."""
     with guard.checking():
         check_launcher()
-        fault.check()
         asked = parse(arguments)
         config = asked.resolved(world_size())
         enough_ranks(asked, world_size())
@@ -67,9 +66,10 @@ def set_up(arguments: list[str]) -> Run:
         train_source, held_out, prompt = sources(config)
         limit_threads(config.threads or max(1, settings.threads // mesh.ranks_on_node))
         settings.gemm = config.gemm
+        model = build_model(config, mesh)
         if mesh.is_root and not config.quiet and is_cold():
             print("compiling the kernels: once for this machine, up to a minute", flush=True)
-        model = build_model(config, mesh)
+        model.allocate()
         kind = AdamW if config.optimizer == "adamw" else SGD
         options = {"betas": (config.beta1, config.beta2)} if config.optimizer == "adamw" else {}
         trainer = Trainer(
@@ -99,10 +99,10 @@ def check_metrics(config: Config) -> None:
 
 
 def build_model(config: Config, mesh: Mesh) -> GPT | MLP:
-    """The model of a configuration on a mesh."""
+    """The model of a configuration on a mesh, without memory yet."""
     common = dict(
         layers=config.layers, dim=config.dim, mesh=mesh, dtype=config.dtype, seed=config.seed,
-        virtual_stages=config.virtual_stages, layers_per_stage=config.stage_layers(),
+        virtual_stages=config.virtual_stages, layers_per_stage=config.stage_layers(), allocate=False,
     )
     if config.model == "mlp":
         return MLP(**common)

@@ -149,11 +149,12 @@ class GPT(Model):
 
     layers, dim, heads, seq (longest sequence), vocab: sizes of the global model. tied: the output head is the
     embedding. dtype: "float32" or "float64". seed: of initial values and dropout. virtual_stages, layers_per_stage: see Model.
+    allocate=False: only declared, memory comes by `allocate()`.
     ValueError, before any array is made, if heads don't divide dim or tp doesn't divide heads.
     """
 
     def __init__(self, *, layers=4, dim=128, heads=4, vocab=256, seq=128, mesh=None, tied=True, dropout=0.0,
-                 dtype="float32", seed=0, virtual_stages=1, layers_per_stage=None):
+                 dtype="float32", seed=0, virtual_stages=1, layers_per_stage=None, allocate=True):
         if mesh is None:
             from mpipar.comm.mesh import Mesh
 
@@ -176,4 +177,5 @@ class GPT(Model):
         back = HeadBlock(front.embedding.weight if tied else own, dim, group=group)
         super().__init__([front, *middle, back], front=1, back=1, mesh=mesh, dtype=dtype, seed=seed,
                          virtual_stages=virtual_stages, layers_per_stage=layers_per_stage)
-        self.allocate()
+        if allocate:
+            self.allocate()

@@ -66,3 +66,9 @@ def test_tokens_outside_the_vocabulary_are_refused(change, words):
     inputs, targets = RandomTokens(vocab=64, seq=16, global_batch=4).batch(1).fetch(0, 4)
     with pytest.raises(ValueError, match=words):
         Trainer(tiny(), SGD(lr=0)).step(Batch.of(*change(inputs, targets)))
+
+
+def test_a_declared_model_knows_its_sizes_without_memory():
+    model = tiny(allocate=False)
+    assert model.global_parameters == 53_440 and model.buffers is None and model.parameters[0].data is None
+    assert model.allocate().buffers.size == 53_440
