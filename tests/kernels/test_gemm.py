@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from mpipar.kernels import gemm as product
 from mpipar.kernels.gemm import gemm, warm
 from mpipar.kernels.settings import settings
 from mpipar.kernels.vector import TILE_ROWS
@@ -20,10 +21,11 @@ FORMS = ("rows", "columns", "sliced", "reversed", "blocks")
 
 @pytest.fixture(autouse=True)
 def _settings():
-    before = settings.gemm, settings.threads
+    before = settings.gemm, settings.threads, product.SMALL
     settings.threads = 1
+    product.SMALL = 1 << 10  # so that small products are divided among threads too
     yield
-    settings.gemm, settings.threads = before
+    settings.gemm, settings.threads, product.SMALL = before
 
 
 def matrix(generator, m, n, dtype, form):
