@@ -20,15 +20,6 @@ def split_sizes(n, parts):
     return [short + 1] * longer + [short] * (parts - longer)
 
 
-def split_range(n, parts, index):
-    """The half-open range (start, stop) of piece `index` of `split_sizes(n, parts)`."""
-    if not 0 <= index < parts:
-        raise ValueError(f"part {index} of {parts} does not exist: valid are 0 to {parts - 1}")
-    short, longer = divmod(n, parts)
-    start = index * short + min(index, longer)
-    return start, start + short + (index < longer)
-
-
 def check_array(x, *, writable=False):
     """Raise unless x is an array that can be sent: TypeError for another object, ValueError for the kind."""
     if not isinstance(x, np.ndarray):

@@ -11,7 +11,7 @@ from mpipar.kernels.memory import keep_freed_memory
 from mpipar.kernels.warm import compile_all
 from mpipar.nn.layer import Layer, SampleKeys
 from mpipar.nn.parameter import FlatBuffers, Parameter
-from mpipar.parallel.pipeline.partition import split_layers
+from mpipar.parallel.pipeline.partition import stage_layers
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,10 @@ class Model:
         self.seed = seed
         self.virtual_stages = virtual_stages
         self.stages = mesh.pp.size * virtual_stages
-        counts = split_layers(len(blocks) - front - back, self.stages, layers_per_stage)
-        ends = np.cumsum(counts) + front
-        ends[-1] += back
-        starts = [0, *ends[:-1]]
-        self.stage_blocks = [blocks[a:b] for a, b in zip(starts, ends)]
-        self.layers_per_stage = counts
+        spans = stage_layers(len(blocks) - front - back, self.stages, layers_per_stage)
+        self.stage_blocks = [blocks[span.start + front : span.stop + front] for span in spans]
+        self.stage_blocks[0] = blocks[:front] + self.stage_blocks[0]
+        self.stage_blocks[-1] = self.stage_blocks[-1] + blocks[len(blocks) - back :]
         self.owners = self._owners()
         self.catalogue = list(self.owners)
         names = [p.name for p in self.catalogue]

@@ -100,11 +100,6 @@ class FlatBuffers:
         """Number of elements of all parameters of this rank."""
         return int(self.bounds[-1])
 
-    def range(self, parameter: Parameter) -> slice:
-        """Where `parameter` lies in the flat arrays."""
-        i = next(i for i, p in enumerate(self.parameters) if p is parameter)
-        return slice(int(self.bounds[i]), int(self.bounds[i + 1]))
-
 
 def aligned_zeros(size: int, dtype, alignment: int = 64) -> np.ndarray:
     """A 1-D array of zeros whose first element lies at a multiple of `alignment` bytes."""

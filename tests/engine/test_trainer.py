@@ -129,8 +129,7 @@ def test_few_and_odd_micro_batches(comm, m):
 
 @pytest.mark.mpi(np=2)
 def test_sgd_takes_the_sum_of_the_replicas(comm):
-    """w = 1, gradients 1 and 3 (of a loss that is divided by the global batch already), lr 0.1 gives 0.6 on both;
-    as halves of a mean, 0.5 and 1.5, it gives 0.8."""
+    """w = 1 and local gradients 1 and 3, of which the division by the global batch makes 0.5 and 1.5: 0.8 on both."""
     mesh = Mesh(comm)
     t = trainer(mesh, optimizer=SGD(lr=0.1))
     t.model.buffers.data[:] = 1
