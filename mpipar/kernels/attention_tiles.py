@@ -9,7 +9,7 @@ import numpy as np
 
 from .cache import jit
 from .gemm_pack import pack_panel
-from .vector import TILE_ROWS, address, lanes, size_of, stand_alone, tile_ahead
+from .vector import TILE_ROWS, address, lanes, size_of, stand_alone, tile
 
 BLOCK = 64  # queries and keys of a tile of the attention matrix
 
@@ -51,8 +51,8 @@ def column_of_tiles(zero, a, a_depth, lines, lo, hi, b, b_step, c, c_step, colum
     for q in range(panels):
         rows = lines // panels + (1 if q < lines % panels else 0)
         if done + rows > lo and done < hi:
-            tile_ahead(zero, a + (done * a_depth + first * rows) * size, b, b_step, c + done * c_step, c_step,
-                       depth, rows, columns, start, accumulate, b, b_step)
+            tile(zero, a + (done * a_depth + first * rows) * size, b, b_step, c + done * c_step, c_step, depth, rows,
+                 columns, start, accumulate)
         done += rows
 
 

@@ -1,13 +1,14 @@
 """The blocked product in compiled code: loops over blocks that fit the caches, around the register kernel.
 
-While tiles are computed, the cache lines that the next panels come from are asked for, one with each step of
-k; without that, packing waits for memory.
+Where the register kernel asks for cache lines (see `host.prefetches`), each step of k asks for one of those that
+the next panels come from; without that, packing waits for memory.
 """
 
 from .cache import jit
 from .gemm_finish import finish_part
 from .gemm_pack import pack_panel
-from .vector import TILE_ROWS, address, lanes, load, size_of, store, tile_ahead
+from .host import host
+from .vector import TILE_ROWS, address, lanes, load, size_of, store, tile, tile_ahead
 
 LINE = 64  # bytes of a cache line
 GAP = 64  # bytes between panels of A: packing writes up to a vector beyond each
@@ -16,6 +17,7 @@ GROUP = 4  # panels of B that are packed together
 # together, STRIP steps at a time: each piece of memory is then read once and as a whole, also where rows a
 # power of two apart share cache sets.
 STRIP = 16
+TILES_ASK = host().prefetches
 
 
 @jit
@@ -117,8 +119,11 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                         elif asked < ask:
                             ahead, ahead_step = next_a + asked * a_line, a_k
                             asked += 1
-                        tile_ahead(zero, a_panel, b_panel, width * size, c, c_row, depth, rows, columns,
-                                   start, adding, ahead, ahead_step)
+                        if TILES_ASK:
+                            tile_ahead(zero, a_panel, b_panel, width * size, c, c_row, depth, rows, columns,
+                                       start, adding, ahead, ahead_step)
+                        else:
+                            tile(zero, a_panel, b_panel, width * size, c, c_row, depth, rows, columns, start, adding)
                         a_panel += rows * depth * size + GAP
                         c += rows * c_row
                     if finish != 0 and p0 + depth == k and (in_group + panel == group or j + panel >= columns_here):

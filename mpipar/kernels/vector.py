@@ -25,7 +25,7 @@ DISTANCE = 16  # steps of k between asking for a line of a panel and using it
 LANES = {32: HOST.vector_bytes // 4, 64: HOST.vector_bytes // 8}
 
 
-@jit(inline=True)
+@jit
 def tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate):
     """c[rows, columns] = start[columns] + a[k, rows].T @ b[k, columns], added to c if `accumulate`.
 
@@ -36,7 +36,8 @@ def tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate):
     is summed in the order of k, whatever its place in the tile. Pass variables, not constants: Numba compiles
     the kernel anew for a constant argument.
     """
-    tile_ahead(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, b, b_step)
+    stand_alone(zero)
+    _tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate)
 
 
 @jit
@@ -44,7 +45,7 @@ def tile_ahead(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulat
     """`tile` that also asks for k cache lines, `ahead_step` bytes apart from `ahead`, which a later tile will
     need."""
     stand_alone(zero)
-    _tile(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, ahead, ahead_step)
+    _tile_ahead(zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, ahead, ahead_step)
 
 
 @intrinsic
@@ -101,16 +102,6 @@ def store(context, value, where):
 
 
 @intrinsic
-def prefetch(context, where):
-    """Asks for the cache line at an address, to be read and written soon. Never faults."""
-    def generate(ctx, builder, signature, arguments):
-        code = _Code(builder, types.float32)
-        code.prefetch(arguments[0])
-        return ctx.get_dummy_value()
-    return types.void(types.int64), generate
-
-
-@intrinsic
 def copy_lanes(context, zero, source, target, count):
     """Copies `count` (at most a vector) elements from address to address; a whole vector is written at the
     target."""
@@ -145,37 +136,46 @@ def transpose_lanes(context, zero, source, source_step, lines, target, target_st
 
 
 @intrinsic
-def _tile(context, zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, ahead, ahead_step):
-    """The body of `tile_ahead`: one loop over k for each number of rows and vectors, chosen by a switch."""
-    def generate(ctx, builder, signature, arguments):
-        code = _Code(builder, zero)
-        _, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, ahead, ahead_step = arguments
-        done = builder.append_basic_block("tile_done")
-        wide = builder.icmp_signed(">", columns, code.integer(code.width))
-        choice = builder.add(rows, builder.select(wide, code.integer(TILE_ROWS), code.integer(0)))
-        switch = builder.switch(choice, done)
-        for vectors in range(1, TILE_VECTORS + 1):
-            for row_count in range(1, TILE_ROWS + 1):
-                block = builder.append_basic_block(f"tile_{row_count}x{vectors}")
-                switch.add_case(code.integer(row_count + (vectors - 1) * TILE_ROWS), block)
-                builder.position_at_end(block)
-                _tile_of(code, row_count, vectors, a, b, b_step, c, c_step, k, columns, start, accumulate,
-                         ahead, ahead_step)
-                builder.branch(done)
-        builder.position_at_end(done)
-        return ctx.get_dummy_value()
+def _tile(context, zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate):
+    """The body of `tile`."""
     i64 = types.int64
-    return types.void(zero, i64, i64, i64, i64, i64, i64, i64, i64, i64, types.boolean, i64, i64), generate
+    return types.void(zero, i64, i64, i64, i64, i64, i64, i64, i64, i64, types.boolean), _generate_tiles
 
 
-def _tile_of(code, rows, vectors, a, b, b_step, c, c_step, k, columns, start, accumulate, ahead, ahead_step):
+@intrinsic
+def _tile_ahead(context, zero, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, ahead, ahead_step):
+    """The body of `tile_ahead`."""
+    i64 = types.int64
+    return types.void(zero, i64, i64, i64, i64, i64, i64, i64, i64, i64, types.boolean, i64, i64), _generate_tiles
+
+
+def _generate_tiles(ctx, builder, signature, arguments):
+    # One loop over k for each number of rows and vectors, chosen by a switch.
+    code = _Code(builder, signature.args[0])
+    _, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, *ahead = arguments
+    done = builder.append_basic_block("tile_done")
+    wide = builder.icmp_signed(">", columns, code.integer(code.width))
+    choice = builder.add(rows, builder.select(wide, code.integer(TILE_ROWS), code.integer(0)))
+    switch = builder.switch(choice, done)
+    for vectors in range(1, TILE_VECTORS + 1):
+        for row_count in range(1, TILE_ROWS + 1):
+            block = builder.append_basic_block(f"tile_{row_count}x{vectors}")
+            switch.add_case(code.integer(row_count + (vectors - 1) * TILE_ROWS), block)
+            builder.position_at_end(block)
+            _tile_of(code, row_count, vectors, a, b, b_step, c, c_step, k, columns, start, accumulate, *ahead)
+            builder.branch(done)
+    builder.position_at_end(done)
+    return ctx.get_dummy_value()
+
+
+def _tile_of(code, rows, vectors, a, b, b_step, c, c_step, k, columns, start, accumulate, ahead=None, ahead_step=None):
     """Emits one tile: [rows x vectors] accumulators live in registers over the loop, then go to C."""
     builder, width, size = code.builder, code.width, code.size
     for i in range(rows):  # C is far away: ask now, use it k steps later
         row = builder.add(c, builder.mul(code.integer(i), c_step))
         for j in range(0, vectors * width * size, 64):
             code.prefetch(builder.add(row, code.integer(j)))
-    first = [code.load_or_zero(start, j * width * size) for j in range(vectors)]
+    first = code.load_or_zeros(start, vectors)
     before = builder.block
     loop = builder.append_basic_block("k")
     after = builder.append_basic_block("store")
@@ -184,14 +184,17 @@ def _tile_of(code, rows, vectors, a, b, b_step, c, c_step, k, columns, start, ac
 
     builder.position_at_end(loop)
     step = code.phi(code.integer(0), before)
-    at_a, at_b, at_ahead = code.phi(a, before), code.phi(b, before), code.phi(ahead, before)
+    at_a, at_b = code.phi(a, before), code.phi(b, before)
+    at_ahead = None if ahead is None else code.phi(ahead, before)
     sums = [[code.phi(first[j], before) for j in range(vectors)] for _ in range(rows)]
     columns_of_b = [code.load(builder.add(at_b, code.integer(j * width * size))) for j in range(vectors)]
-    # The panels stream through the nearest cache faster than the hardware's own prefetcher brings them in.
-    for j in range(0, vectors * width * size, 64):
-        code.prefetch(builder.add(at_b, builder.add(distant, code.integer(j))))
-    code.prefetch(builder.add(at_a, code.integer(DISTANCE * rows * size)))
-    code.prefetch(at_ahead, nearness=2)
+    if HOST.prefetches:
+        for j in range(0, vectors * width * size, 64):
+            code.prefetch(builder.add(at_b, builder.add(distant, code.integer(j))))
+        code.prefetch(builder.add(at_a, code.integer(DISTANCE * rows * size)))
+    if ahead is not None:
+        code.prefetch(at_ahead, nearness=2)
+        at_ahead.add_incoming(builder.add(at_ahead, ahead_step), loop)
     new = []
     for i in range(rows):
         element = code.splat(code.load_element(builder.add(at_a, code.integer(i * size))))
@@ -200,7 +203,6 @@ def _tile_of(code, rows, vectors, a, b, b_step, c, c_step, k, columns, start, ac
     step.add_incoming(next_step, loop)
     at_a.add_incoming(builder.add(at_a, code.integer(rows * size)), loop)
     at_b.add_incoming(builder.add(at_b, b_step), loop)
-    at_ahead.add_incoming(builder.add(at_ahead, ahead_step), loop)
     for i in range(rows):
         for j in range(vectors):
             sums[i][j].add_incoming(new[i][j], loop)
@@ -214,17 +216,44 @@ def _tile_of(code, rows, vectors, a, b, b_step, c, c_step, k, columns, start, ac
             result = code.phi(first[j], before)
             result.add_incoming(new[i][j], loop)
             results[i].append(result)
-    # One masked load serves both the edge of C and a C that is not read at all: lanes that are off touch no
-    # memory.
-    mask = code.mask(builder.sub(columns, code.integer((vectors - 1) * width)))
-    whole = code.full_mask()
-    for i in range(rows):
-        row = builder.add(c, builder.mul(code.integer(i), c_step))
-        for j in range(vectors):
-            where = builder.add(row, code.integer(j * width * size))
-            on = mask if j == vectors - 1 else whole
-            old = code.masked_load(where, builder.and_(on, code.all_lanes(accumulate)))
-            code.masked_store(builder.fadd(old, results[i][j]), where, on)
+    _write_tile(code, results, c, c_step, columns, accumulate)
+
+
+def _write_tile(code, results, c, c_step, columns, accumulate):
+    """Adds the results to C, or writes them: whole vectors, but for the last column of vectors where C ends in it.
+
+    Masked stores take some CPUs ten times as long as whole ones (AVX2 of AMD), so whole tiles have none.
+    """
+    builder, width = code.builder, code.width
+    vectors = len(results[0])
+    last = builder.sub(columns, code.integer((vectors - 1) * width))
+    edge, whole, add, put, end = (builder.append_basic_block(name)
+                                  for name in ("edge", "whole", "add", "put", "tile_end"))
+
+    def each(write):
+        for i, row in enumerate(results):
+            start = builder.add(c, builder.mul(code.integer(i), c_step))
+            for j, result in enumerate(row):
+                write(builder.add(start, code.integer(j * width * code.size)), result, j)
+        builder.branch(end)
+
+    def write_edge(where, result, j):
+        # One masked load serves both the edge and a C that is not read at all: lanes that are off touch no memory.
+        on = mask if j == vectors - 1 else code.full_mask()
+        old = code.masked_load(where, builder.and_(on, code.all_lanes(accumulate)))
+        code.masked_store(builder.fadd(old, result), where, on)
+
+    builder.cbranch(builder.icmp_signed("==", last, code.integer(width)), whole, edge)
+    builder.position_at_end(edge)
+    mask = code.mask(last)
+    each(write_edge)
+    builder.position_at_end(whole)
+    builder.cbranch(code.flag(accumulate), add, put)
+    builder.position_at_end(add)
+    each(lambda where, result, j: code.store(builder.fadd(code.load(where), result), where))
+    builder.position_at_end(put)
+    each(lambda where, result, j: code.store(result, where))
+    builder.position_at_end(end)
 
 
 class _Code:
@@ -266,11 +295,20 @@ class _Code:
     def load_element(self, where):
         return self.builder.load(self.pointer(where, self.element))
 
-    def load_or_zero(self, where, offset):
-        """The vector at where + offset; zeros if `where` is 0."""
-        none = self.builder.icmp_signed("==", where, self.integer(0))
-        on = self.builder.select(none, ir.Constant(self.flags, [0] * self.width), self.full_mask())
-        return self.masked_load(self.builder.add(where, self.integer(offset)), on)
+    def load_or_zeros(self, where, count):
+        """`count` vectors from an address on; zeros if it is 0. A branch: to hide the fault of a masked load from
+        nowhere, CPUs take hundreds of cycles."""
+        builder, before = self.builder, self.builder.block
+        there, end = builder.append_basic_block("there"), builder.append_basic_block("loaded")
+        builder.cbranch(builder.icmp_signed("==", where, self.integer(0)), end, there)
+        builder.position_at_end(there)
+        loaded = [self.load(builder.add(where, self.integer(i * self.width * self.size))) for i in range(count)]
+        builder.branch(end)
+        builder.position_at_end(end)
+        values = [self.phi(ir.Constant(self.vector, None), before) for _ in range(count)]
+        for value, vector in zip(values, loaded):
+            value.add_incoming(vector, there)
+        return values
 
     def splat(self, value):
         kind = ir.VectorType(value.type, self.width)
@@ -279,7 +317,11 @@ class _Code:
         return self._shuffle(one, one, [0] * self.width)
 
     def all_lanes(self, flag):
-        return self.splat(self.builder.trunc(flag, ir.IntType(1)) if flag.type.width > 1 else flag)
+        return self.splat(self.flag(flag))
+
+    def flag(self, value):
+        """A Boolean of Numba (a byte) as a condition of LLVM."""
+        return self.builder.trunc(value, ir.IntType(1)) if value.type.width > 1 else value
 
     def full_mask(self):
         return ir.Constant(self.flags, [1] * self.width)
