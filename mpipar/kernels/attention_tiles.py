@@ -20,9 +20,11 @@ def pack_lines(zero, source, line_step, k_step, lines, k, target):
     other."""
     stand_alone(zero)
     panels = -(-lines // TILE_ROWS)
+    left = lines
     for q in range(panels):
         rows = lines // panels + (1 if q < lines % panels else 0)
-        pack_panel(zero, source, line_step, k_step, rows, k, rows, target)
+        left -= rows
+        pack_panel(zero, source, line_step, k_step, rows, left, k, rows, target)
         source += rows * line_step
         target += rows * k * size_of(zero)
 
@@ -34,7 +36,7 @@ def pack_columns(zero, source, column_step, k_step, columns, k, target):
     panel = 2 * lanes(zero)
     for j in range(0, columns, panel):
         here = min(panel, columns - j)
-        pack_panel(zero, source + j * column_step, column_step, k_step, here, k, panel, target)
+        pack_panel(zero, source + j * column_step, column_step, k_step, here, columns - j - here, k, panel, target)
         target += panel * k * size_of(zero)
 
 
@@ -65,7 +67,7 @@ def write_transposed(zero, source, step, columns, rows, work, out, out_row):
     stand_alone(zero)
     vector = lanes(zero)
     width = -(-columns // vector) * vector
-    pack_panel(zero, source, step, size_of(zero), columns, rows, width, address(work))
+    pack_panel(zero, source, step, size_of(zero), columns, width - columns, rows, width, address(work))
     for r in range(rows):
         line, target = work[r * width:r * width + columns], out[r * out_row:r * out_row + columns]
         for d in range(line.size):

@@ -8,9 +8,8 @@ from .cache import jit
 from .gemm_finish import finish_part
 from .gemm_pack import pack_panel
 from .host import host
-from .vector import TILE_ROWS, address, lanes, load, size_of, store, tile, tile_ahead
+from .vector import LINE, TILE_ROWS, address, lanes, load, size_of, store, tile, tile_ahead
 
-LINE = 64  # bytes of a cache line
 GAP = 64  # bytes between panels of A: packing writes up to a vector beyond each
 GROUP = 4  # panels of B that are packed together
 # Where lines lie side by side, each step of k is a short piece of a far row. So several panels are packed
@@ -47,7 +46,7 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
     if thin:
         panels = -(-m // TILE_ROWS)
         base, longer = m // panels, m % panels
-        _pack_rows(zero, a_at, a_row, a_k, panels, base, longer, k, work_a)
+        _pack_rows(zero, a_at, a_row, a_k, panels, base, longer, none, k, work_a)
         for p0 in range(0, k, kc):
             depth = min(kc, k - p0)
             adding = accumulate or p0 > 0
@@ -57,7 +56,7 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                 next_b = source + panel * size
                 if columns % vector != 0:  # whole vectors would reach beyond b
                     width = vector if columns <= vector else panel
-                    pack_panel(zero, source, size + none, b_k, columns, depth, width, work_b)
+                    pack_panel(zero, source, size + none, b_k, columns, none, depth, width, work_b)
                     source, step = work_b, width * size
                 start = none
                 if has_bias and p0 == 0:
@@ -82,7 +81,7 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                 panels = -(-rows_here // TILE_ROWS)
                 base, longer = rows_here // panels, rows_here % panels
                 next_a = a_at + i0 * a_row + p0 * a_k
-                _pack_rows(zero, next_a, a_row, a_k, panels, base, longer, depth, work_a)
+                _pack_rows(zero, next_a, a_row, a_k, panels, base, longer, m - i0 - rows_here, depth, work_a)
                 # What the next block of A is read from: `ask` rows of cache lines, `a_line` bytes apart.
                 next_a += rows_here * a_row
                 a_line, asked, ask = a_row, none, min(mc, m - i0 - rows_here)
@@ -100,8 +99,8 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                     if i0 == 0:
                         source = b_at + p0 * b_k + (j0 + j) * b_column
                         if in_group == 0:
-                            _pack_columns(zero, source, b_column, b_k, min(group, columns_here - j), depth,
-                                          b_panel)
+                            here = min(group, columns_here - j)
+                            _pack_columns(zero, source, b_column, b_k, here, n - j0 - j - here, depth, b_panel)
                         next_b, line, step = source + group * b_column, LINE + none, b_k
                         if b_column != size:
                             line, lines = b_column, panel
@@ -143,8 +142,8 @@ def _copy_bias(zero, bias, n, panel, target):
 
 
 @jit(inline=True)
-def _pack_rows(zero, source, a_row, a_k, panels, base, longer, depth, target):
-    # Panels of base + 1 rows (the first `longer` of them) and of base rows.
+def _pack_rows(zero, source, a_row, a_k, panels, base, longer, beyond, depth, target):
+    # Panels of base + 1 rows (the first `longer` of them) and of base rows; `beyond` more rows follow in memory.
     size = size_of(zero)
     strip = STRIP if a_row == size else depth
     for p in range(0, depth, strip):
@@ -152,13 +151,14 @@ def _pack_rows(zero, source, a_row, a_k, panels, base, longer, depth, target):
         a, to = source + p * a_k, target
         for q in range(panels):
             rows = base + 1 if q < longer else base
-            pack_panel(zero, a, a_row, a_k, rows, steps, rows, to + p * rows * size)
+            more = beyond + (panels - q - 1) * base  # at least
+            pack_panel(zero, a, a_row, a_k, rows, more, steps, rows, to + p * rows * size)
             a += rows * a_row
             to += rows * depth * size + GAP
 
 
 @jit(inline=True)
-def _pack_columns(zero, source, b_column, b_k, columns, depth, target):
+def _pack_columns(zero, source, b_column, b_k, columns, beyond, depth, target):
     size, vector = size_of(zero), lanes(zero)
     strip = STRIP if b_column == size else depth
     for p in range(0, depth, strip):
@@ -166,5 +166,5 @@ def _pack_columns(zero, source, b_column, b_k, columns, depth, target):
         for j in range(0, columns, 2 * vector):
             here = min(2 * vector, columns - j)
             width = vector if here <= vector else 2 * vector
-            pack_panel(zero, source + p * b_k + j * b_column, b_column, b_k, here, steps, width,
+            pack_panel(zero, source + p * b_k + j * b_column, b_column, b_k, here, beyond + columns - j - here, steps, width,
                        target + (j * depth + p * width) * size)

@@ -6,21 +6,22 @@ k has another.
 """
 
 from .cache import jit
-from .vector import copy_lanes, lanes, load, size_of, stand_alone, store, transpose_lanes
+from .vector import LINE, copy_lanes, copy_vector, lanes, load, size_of, stand_alone, store, transpose_lanes
 
 
 @jit
-def pack_panel(zero, source, line_step, k_step, lines, k, width, target):
+def pack_panel(zero, source, line_step, k_step, lines, beyond, k, width, target):
     """target[p, i] = source[i * line_step + p * k_step] for i < lines, p < k; `width` elements a row.
 
-    All arguments but zero are addresses, bytes and counts. lines <= width. Up to a vector beyond the panel is
+    All arguments but zero are addresses, bytes and counts. lines <= width. beyond: how many more lines lie behind
+    these and may be read: whole vectors are then read where the last one is not all wanted. Up to a vector beyond the panel is
     overwritten, so panels are packed in the order of their addresses. Places i >= lines hold harmless numbers
     where width is whole vectors.
     """
     stand_alone(zero)
     size = size_of(zero)
     if line_step == size:
-        _copy(zero, source, k_step, lines, k, width, target)
+        _copy(zero, source, k_step, lines, beyond, k, width, target)
         return
     whole = 0
     if k_step == size and lines > 2:
@@ -35,15 +36,19 @@ def pack_panel(zero, source, line_step, k_step, lines, k, width, target):
 
 
 @jit(inline=True)
-def _copy(zero, source, k_step, lines, k, width, target):
+def _copy(zero, source, k_step, lines, beyond, k, width, target):
     # Lines lie side by side in memory already.
     size, vector = size_of(zero), lanes(zero)
-    if lines == 2 * vector:
+    next_vector = vector * size
+    if lines <= vector <= lines + beyond:
         for p in range(k):
-            copy_lanes(zero, source, target, vector)
-            copy_lanes(zero, source + vector * size, target + vector * size, vector)
-            source += k_step
-            target += width * size
+            copy_vector(zero, source + p * k_step, target + p * width * size)
+        return
+    if vector < lines and 2 * vector <= lines + beyond:
+        for p in range(k):
+            here, to = source + p * k_step, target + p * width * size
+            copy_vector(zero, here, to)
+            copy_vector(zero, here + next_vector, to + next_vector)
         return
     for p in range(k):
         for i in range(0, lines, vector):
@@ -54,10 +59,13 @@ def _copy(zero, source, k_step, lines, k, width, target):
 
 @jit(inline=True)
 def _transpose(zero, source, line_step, lines, k, width, target):
-    # Each line runs along k. The last lines go first: what they write beyond the row is then overwritten.
+    # Each line runs along k. The last lines go first: what they write beyond the row is then overwritten. A whole
+    # cache line of each is used at once: where lines are a power of two apart, few stay in the nearest cache.
     size, vector = size_of(zero), lanes(zero)
     last = (lines - 1) // vector * vector
-    for p in range(0, k, vector):
+    run = LINE // size
+    for p0 in range(0, k, run):
         for i in range(last, -1, -vector):
-            transpose_lanes(zero, source + i * line_step + p * size, line_step, min(vector, lines - i),
-                            target + (p * width + i) * size, width * size)
+            for p in range(p0, min(p0 + run, k), vector):
+                transpose_lanes(zero, source + i * line_step + p * size, line_step, min(vector, lines - i),
+                                target + (p * width + i) * size, width * size)

@@ -21,6 +21,7 @@ from .host import host
 HOST = host()
 TILE_ROWS = HOST.tile_rows
 TILE_VECTORS = HOST.tile_vectors
+LINE = 64  # bytes of a cache line
 DISTANCE = 16  # steps of k between asking for a line of a panel and using it
 LANES = {32: HOST.vector_bytes // 4, 64: HOST.vector_bytes // 8}
 
@@ -111,6 +112,16 @@ def copy_lanes(context, zero, source, target, count):
         code.store(code.masked_load(source, code.mask(count)), target)
         return ctx.get_dummy_value()
     return types.void(zero, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def copy_vector(context, zero, source, target):
+    """Copies a whole vector from address to address."""
+    def generate(ctx, builder, signature, arguments):
+        code = _Code(builder, zero)
+        code.store(code.load(arguments[1]), arguments[2])
+        return ctx.get_dummy_value()
+    return types.void(zero, types.int64, types.int64), generate
 
 
 @intrinsic
