@@ -94,13 +94,25 @@ class Mesh:
         For work that the first leaves behind for the others, such as a cache of compiled code.
         """
         result = function() if self.node.rank == 0 else None
+        self._wait_for_node()
+        return result if self.node.rank == 0 else function()
+
+    def divided_on_node(self, tasks):
+        """Each task (a function without arguments) on one rank of each node, then all of them on every rank.
+
+        As `first_on_node`, but the ranks of a node take turns in the list and do their shares at the same time.
+        """
+        for task in tasks[self.node.rank::self.node.size]:
+            task()
+        self._wait_for_node()
+        for task in tasks:
+            task()
+
+    def _wait_for_node(self):
         if self.node.size > 1:
             pending = self.node.barrier_start()
-            while not pending.test():           # asleep, not spinning: the first needs the cores
+            while not pending.test():           # asleep, not spinning: the others need the cores
                 time.sleep(0.002)
-            if self.node.rank > 0:
-                result = function()
-        return result
 
     @contextlib.contextmanager
     def record(self):

@@ -4,7 +4,8 @@ Numba's own cache knows a function by the source file it stands in: a helper edi
 unnoticed, and two processes that fill an empty cache with different types at once can swap their code,
 because both number their files from one. So kernels use a store of their own: one directory for each state of
 all kernel sources, compiler versions and CPU, and in it one file for each function and signature, written
-under another name and then renamed.
+under another name and then renamed. While a process compiles a function it holds a lock on the file's name, so
+that others wait for the code rather than make it too; the system lets go of the lock of a process that dies.
 """
 
 import functools
@@ -17,6 +18,7 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 import uuid
 import warnings
 from pathlib import Path
@@ -29,8 +31,14 @@ from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
+try:
+    import fcntl
+except ImportError:  # no POSIX system: processes that start at once may compile the same kernel twice
+    fcntl = None
+
 UNRELATED = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS")  # environment of Numba that changes no code
 KEEP_STATES = 8  # directories of older states that stay beside the present one
+LONGEST_WAIT = 120.0  # seconds for which a process waits for another that compiles the same kernel
 
 
 def jit(function=None, *, fastmath=False, inline=False):
@@ -182,6 +190,7 @@ class _FunctionStore(NullCache):
         source = Path(code.co_filename)
         if source.parent != Path(__file__).parent and source.is_file():  # not among the sources of the key
             self.identity += (hashlib.sha256(source.read_bytes()).hexdigest(),)
+        self.held = {}  # lock files of what this process is compiling, by path of the code
         assert function.__closure__ is None, f"{self.name}: a kernel may not be a closure"
 
     @property
@@ -194,18 +203,49 @@ class _FunctionStore(NullCache):
         return directory / f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.bin"
 
     def load_overload(self, sig, target_context):
-        """The compiled form for a signature, or None. A file that is damaged counts as absent."""
+        """The compiled form for a signature, or None: then it is to be compiled, and others wait for it.
+
+        A file that is damaged counts as absent."""
         directory = _state.directory()
         if directory is None:
             return None
         target_context.refresh()
+        path = self._path(directory, sig, target_context.codegen())
+        raw = _read(path)
+        if raw is None and self._lock(path):
+            raw = _read(path)  # another process may have made it meanwhile
+            if raw is not None:
+                self._unlock(path)
+        return None if raw is None else CompileResult._rebuild(target_context, *pickle.loads(raw))
+
+    def _lock(self, path):
+        # True if this process now holds the lock (or waited in vain: two compilations do no harm).
+        if fcntl is None:
+            return False
         try:
-            raw = self._path(directory, sig, target_context.codegen()).read_bytes()
+            descriptor = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
         except OSError:
-            return None
-        if hashlib.sha256(raw[32:]).digest() != raw[:32]:
-            return None
-        return CompileResult._rebuild(target_context, *pickle.loads(raw[32:]))
+            return False
+        until = time.monotonic() + LONGEST_WAIT
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.held[path] = descriptor
+                return True
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    os.close(descriptor)
+                    return True
+                time.sleep(0.01)
+            except OSError:  # a file system without locks
+                os.close(descriptor)
+                return False
+
+    def _unlock(self, path):
+        descriptor = self.held.pop(path, None)
+        if descriptor is not None:
+            path.with_suffix(".lock").unlink(missing_ok=True)
+            os.close(descriptor)
 
     def save_overload(self, sig, data):
         """Called by Numba after each compilation."""
@@ -229,6 +269,17 @@ class _FunctionStore(NullCache):
                 part.unlink()
             except OSError:
                 pass
+        finally:
+            self._unlock(path)
+
+
+def _read(path):
+    """The pickle in a file of the store; None if it is absent or damaged."""
+    try:
+        raw = path.read_bytes()
+    except OSError:
+        return None
+    return raw[32:] if hashlib.sha256(raw[32:]).digest() == raw[:32] else None
 
 
 _state = _State()

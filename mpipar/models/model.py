@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpipar.kernels.memory import keep_freed_memory
-from mpipar.kernels.warm import compile_all
+from mpipar.kernels.warm import compile_tasks
 from mpipar.nn.layer import Layer, SampleKeys
 from mpipar.nn.parameter import FlatBuffers, Parameter
 from mpipar.parallel.pipeline.partition import stage_layers
@@ -111,7 +111,7 @@ class Model:
         """Give memory and initial values to the parameters of this rank; called once all sizes are known to fit."""
         self._check_memory()
         keep_freed_memory()
-        self.mesh.first_on_node(lambda: compile_all(self.dtype))
+        self.mesh.divided_on_node(compile_tasks(self.dtype))
         self.buffers = FlatBuffers(self.parameters, self.dtype)
         for parameter in self.parameters:
             parameter.initialise(self.seed)
