@@ -9,7 +9,9 @@ import sys
 from mpipar.comm import guard, launcher
 
 BENCHMARKS = {
-    "gemm": "our matrix product against NumPy's BLAS, in one run",
+    "gemm": "our matrix product against NumPy's BLAS, PyTorch's, or itself on one thread, in one run",
+    "attention": "causal attention, forward and backward, and against PyTorch's",
+    "start": "seconds from mpirun to the end of the first step, with and without compiled kernels",
     "ladder": "the product from plain loops to packed panels, with its roofline; the cost of narrow shards",
     "fusion": "three loops against one, and convolution with and without its patch matrix",
     "train": "the step of a model in a layout, part by part, and against PyTorch (takes the options of mpipar.train too)",

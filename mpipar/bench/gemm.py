@@ -1,5 +1,11 @@
-"""`python -m mpipar.bench gemm`: our product and NumPy's BLAS, alternated in one run."""
+"""`python -m mpipar.bench gemm`: our product and another one, alternated in one run.
 
+The other: NumPy's BLAS; PyTorch's product (MKL, where the package is built with it); our own product on one thread; or,
+for the product with bias and GeLU, BLAS followed by our GeLU kernel.
+"""
+
+import contextlib
+import importlib.util
 import json
 import os
 import platform
@@ -9,6 +15,8 @@ import time
 import numpy as np
 import threadpoolctl
 
+from ..kernels.elementwise import add_bias
+from ..kernels.gelu import gelu_forward
 from ..kernels.gemm import gemm
 from ..kernels.host import host
 from ..kernels.settings import settings
@@ -19,6 +27,12 @@ SHAPES = "64x256x512,128x1024x1024,512x512x2048,1024x1024x1024,2048x2048x2048"
 MORE_SHAPES = SHAPES + ",16x1024x4096,32x384x1536,2048x384x1536,2048x1536x384,77x130x201"
 FORMS = ("nn", "nt", "tn", "tt")
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}  # of the largest sum of absolute values
+AGAINST = {
+    "blas": "NumPy's BLAS",
+    "torch": "torch.mm",
+    "one-thread": "ours on one thread",
+    "gelu": "BLAS, then bias + GeLU; ours does both in the product",
+}
 REPEAT_FLOPS, REPEAT_MOST = 2e8, 500  # a measurement repeats a small product so far
 
 
@@ -28,6 +42,8 @@ def add_arguments(parser):
                         help="out[M, N] = a[M, K] @ b[K, N]; 'more' for ten shapes (default: %(default)s)")
     parser.add_argument("--form", choices=FORMS + ("all",), default="nn",
                         help="of a and of b, n: row-major, t: a transposed view (default: %(default)s)")
+    parser.add_argument("--against", choices=tuple(AGAINST), default="blas",
+                        help="; ".join(f"{name}: {text}" for name, text in AGAINST.items()) + " (default: %(default)s)")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32")
     parser.add_argument("--threads", type=int, default=1, help="for both products (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=15,
@@ -36,26 +52,30 @@ def add_arguments(parser):
 
 
 def run(arguments):
-    """Prints a table. ratio: ours over BLAS (speeds), median of the pairs; spread: their middle half."""
+    """Prints a table. ratio: ours over the other (speeds), median of the pairs; spread: their middle half."""
     if arguments.runs < 1:
         raise ValueError(f"--runs is {arguments.runs}; valid values: integers from 1")
+    if arguments.against == "torch" and importlib.util.find_spec("torch") is None:
+        raise ValueError("--against torch needs PyTorch: pip install torch")
+    if arguments.against == "one-thread" and arguments.threads < 2:
+        raise ValueError(f"--against one-thread with --threads {arguments.threads}; valid values: integers from 2")
     shapes = _shapes(arguments.shapes)
     limit_threads(arguments.threads)
     dtype = np.dtype(arguments.dtype)
     peak = Peak(dtype)
     report = {"hardware": host().describe(), "load_average": os.getloadavg()[0], "numpy": np.__version__,
-              "python": platform.python_version(), "blas": _blas_name(), "dtype": dtype.name,
+              "python": platform.python_version(), "blas": _blas_name(), "against": arguments.against, "dtype": dtype.name,
               "threads": settings.threads, "runs": arguments.runs, "results": []}
     print(report["hardware"])
-    print(f"{report['blas']}, NumPy {report['numpy']}, {dtype.name}, {settings.threads} thread(s), "
+    print(f"against {AGAINST[arguments.against]}; {report['blas']}, NumPy {report['numpy']}, {dtype.name}, {settings.threads} thread(s), "
           f"{arguments.runs} alternated runs a shape, load average {report['load_average']:.1f}")
-    print(f"{'m x k x n':>18} form     ours     BLAS    peak GFLOP/s   ratio        spread")
+    print(f"{'m x k x n':>18} form     ours    other    peak GFLOP/s   ratio        spread")
     for form in FORMS if arguments.form == "all" else (arguments.form,):
         for shape in shapes:
-            result = _compare(*shape, form, dtype, arguments.runs, peak)
+            result = _compare(*shape, form, dtype, arguments, peak)
             report["results"].append(result)
             print(f"{' x '.join(map(str, shape)):>18}  {form}  {result['ours_gflops']:8.1f} "
-                  f"{result['blas_gflops']:8.1f} {result['peak_gflops']:7.1f}         "
+                  f"{result['other_gflops']:8.1f} {result['peak_gflops']:7.1f}         "
                   f"{result['ratio']:7.3f}  {result['ratio_low']:.3f}..{result['ratio_high']:.3f}",
                   flush=True)
     report["peak_gflops"] = max(result["peak_gflops"] for result in report["results"])
@@ -69,17 +89,19 @@ def run(arguments):
             file.write("\n")
 
 
-def _compare(m, k, n, form, dtype, runs, peak):
+def _compare(m, k, n, form, dtype, arguments, peak):
     generator = np.random.default_rng(0)
     a = generator.standard_normal((m, k) if form[0] == "n" else (k, m)).astype(dtype)
     b = generator.standard_normal((k, n) if form[1] == "n" else (n, k)).astype(dtype)
     a, b = (a if form[0] == "n" else a.T), (b if form[1] == "n" else b.T)
-    ours, theirs = np.empty((m, n), dtype), np.empty((m, n), dtype)
-    gemm(a, b, ours)
-    np.matmul(a, b, out=theirs)
-    error = float(np.max(np.abs(ours - theirs)) / max(np.max(np.abs(a) @ np.abs(b)), 1e-300))
+    products, results = _products(arguments.against, a, b)
+    for product in products:
+        product()
+    scale = max(np.max(np.abs(a) @ np.abs(b)), 1e-300)
+    error = float(np.max(np.abs(np.asarray(results[0]) - np.asarray(results[1]))) / scale)
     if not error <= TOLERANCE[dtype.name]:
         raise AssertionError(f"{m} x {k} x {n} {form}: the products differ by {error:.1e} of their scale")
+    runs = arguments.runs
     flops = 2 * m * k * n
     repeats = max(1, min(REPEAT_MOST, int(REPEAT_FLOPS / flops)))
     seconds, highest = [], 0.0
@@ -88,19 +110,55 @@ def _compare(m, k, n, form, dtype, runs, peak):
         for which in (0, 1) if i % 2 == 0 else (1, 0):  # whoever goes second finds warmer caches
             start = time.perf_counter()
             for _ in range(repeats):
-                if which == 0:
-                    gemm(a, b, ours)
-                else:
-                    np.matmul(a, b, out=theirs)
+                products[which]()
             pair[which] = (time.perf_counter() - start) / repeats
         seconds.append(pair)
         highest = max(highest, peak.measure())
-    ratios = sorted(blas / own for own, blas in seconds)
+    ratios = sorted(other / own for own, other in seconds)
     best = [min(pair[which] for pair in seconds) for which in (0, 1)]
     return {"m": m, "k": k, "n": n, "form": form, "ours_gflops": flops / best[0] / 1e9,
-            "blas_gflops": flops / best[1] / 1e9, "peak_gflops": highest * settings.threads,
+            "other_gflops": flops / best[1] / 1e9, "peak_gflops": highest * settings.threads,
             "ratio": statistics.median(ratios), "ratio_low": ratios[len(ratios) // 4],
             "ratio_high": ratios[3 * len(ratios) // 4], "error": error, "seconds": seconds}
+
+
+def _products(against, a, b):
+    """(ours, the other) as functions without arguments, and the arrays they write to."""
+    ours, theirs = (np.empty((a.shape[0], b.shape[1]), a.dtype) for _ in range(2))
+
+    def plain():
+        gemm(a, b, ours)
+
+    if against == "torch":
+        import torch
+
+        torch.set_num_threads(settings.threads)
+        x, y, out = (torch.from_numpy(array) for array in (a, b, theirs))
+        return (plain, lambda: torch.mm(x, y, out=out)), (ours, theirs)
+    if against == "one-thread":
+        def alone():
+            with _threads(1):
+                gemm(a, b, theirs)
+        return (plain, alone), (ours, theirs)
+    if against == "gelu":
+        bias = np.linspace(-1, 1, b.shape[1], dtype=a.dtype)
+        before, before_blas = np.empty_like(ours), np.empty_like(ours)
+
+        def apart():
+            np.matmul(a, b, out=before_blas)
+            add_bias(before_blas, bias, before_blas)
+            gelu_forward(before_blas, theirs)
+        return (lambda: gemm(a, b, before, bias=bias, gelu=ours), apart), (ours, theirs)
+    return (plain, lambda: np.matmul(a, b, out=theirs)), (ours, theirs)
+
+
+@contextlib.contextmanager
+def _threads(count):
+    before, settings.threads = settings.threads, count
+    try:
+        yield
+    finally:
+        settings.threads = before
 
 
 def _shapes(text):
