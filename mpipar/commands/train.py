@@ -32,6 +32,7 @@ from mpipar.kernels.settings import settings
 from mpipar.kernels.threads import limit_threads
 from mpipar.models.gpt import GPT
 from mpipar.models.mlp import MLP
+from mpipar.parallel.pipeline.schedule import placement
 
 
 @dataclass
@@ -73,7 +74,7 @@ def set_up(arguments: list[str]) -> Run:
         kind = AdamW if config.optimizer == "adamw" else SGD
         options = {"betas": (config.beta1, config.beta2)} if config.optimizer == "adamw" else {}
         trainer = Trainer(
-            model, kind(lr=config.lr, weight_decay=config.weight_decay, **options), schedule=config.schedule,
+            model, kind(lr=config.lr, weight_decay=config.weight_decay, **options), schedule=config.plan(),
             micro_batches=config.micro_batches, clip=config.clip,
             learning_rate=Cosine(config.lr, config.warmup, config.steps, config.lr_min),
         )
@@ -102,7 +103,7 @@ def build_model(config: Config, mesh: Mesh) -> GPT | MLP:
     """The model of a configuration on a mesh, without memory yet."""
     common = dict(
         layers=config.layers, dim=config.dim, mesh=mesh, dtype=config.dtype, seed=config.seed,
-        virtual_stages=config.virtual_stages, layers_per_stage=config.stage_layers(), allocate=False,
+        placement=placement(config.plan()), layers_per_stage=config.stage_layers(), allocate=False,
     )
     if config.model == "mlp":
         return MLP(**common)

@@ -148,13 +148,15 @@ class GPT(Model):
     """A GPT spread over `mesh`; without a mesh, all of it on this rank.
 
     layers, dim, heads, seq (longest sequence), vocab: sizes of the global model. tied: the output head is the
-    embedding. dtype: "float32" or "float64". seed: of initial values and dropout. virtual_stages, layers_per_stage: see Model.
+    embedding. dtype: "float32" or "float64". seed: of initial values and dropout. virtual_stages, layers_per_stage, placement: see
+    Model.
     allocate=False: only declared, memory comes by `allocate()`.
     ValueError, before any array is made, if heads don't divide dim or tp doesn't divide heads.
     """
 
     def __init__(self, *, layers=4, dim=128, heads=4, vocab=256, seq=128, mesh=None, tied=True, dropout=0.0,
-                 dtype="float32", seed=0, virtual_stages=1, layers_per_stage=None, allocate=True):
+                 dtype="float32", seed=0, virtual_stages=1, layers_per_stage=None, placement=None,
+                 allocate=True):
         if mesh is None:
             from mpipar.comm.mesh import Mesh
 
@@ -176,6 +178,6 @@ class GPT(Model):
         own = sharded("head.weight", (vocab, dim), Normal(0.02), group, 0)
         back = HeadBlock(front.embedding.weight if tied else own, dim, group=group)
         super().__init__([front, *middle, back], front=1, back=1, mesh=mesh, dtype=dtype, seed=seed,
-                         virtual_stages=virtual_stages, layers_per_stage=layers_per_stage)
+                         virtual_stages=virtual_stages, layers_per_stage=layers_per_stage, placement=placement)
         if allocate:
             self.allocate()

@@ -12,6 +12,7 @@ from mpipar.kernels.warm import compile_all
 from mpipar.nn.layer import Layer, SampleKeys
 from mpipar.nn.parameter import FlatBuffers, Parameter
 from mpipar.parallel.pipeline.partition import stage_layers
+from mpipar.parallel.pipeline.schedule import looped
 
 
 @dataclass(frozen=True)
@@ -71,22 +72,31 @@ class Model:
     """Blocks spread over the pipeline stages of a mesh.
 
     blocks: all blocks of the global model in order; `front` and `back` of them (embedding, head) stay with the first
-    and last stage and are not counted as layers. virtual_stages: stages on each pipeline rank. layers_per_stage: how
-    many layers each stage gets, None for even.
+    and last stage and are not counted as layers. virtual_stages: stages on each pipeline rank, which go round, 0, 1, ...
+    P - 1, 0, 1, ...; placement: the stages of each rank instead, such as [[0, 3], [1, 2]] (`schedule.placement` of a plan).
+    layers_per_stage: how many layers each stage gets, None for even.
     Every rank declares every block (that costs no memory), so each knows the whole catalogue of parameters.
     """
 
-    def __init__(self, blocks, *, front, back, mesh, dtype, seed, virtual_stages=1, layers_per_stage=None):
+    def __init__(self, blocks, *, front, back, mesh, dtype, seed, virtual_stages=1, layers_per_stage=None,
+                 placement=None):
         self.mesh = mesh
         self.dtype = np.dtype(dtype)
         self.seed = seed
-        self.virtual_stages = virtual_stages
-        self.stages = mesh.pp.size * virtual_stages
+        self.placement = looped(mesh.pp.size, virtual_stages) if placement is None else placement
+        self.home = {stage: rank for rank, own in enumerate(self.placement) for stage in own}
+        self.stages = len(self.home)
+        if len(self.placement) != mesh.pp.size or sorted(self.home) != list(range(self.stages)):
+            raise ValueError(f"placement {self.placement} is not one of pp={mesh.pp.size}: each stage from 0 on one rank")
         spans = stage_layers(len(blocks) - front - back, self.stages, layers_per_stage)
         self.stage_blocks = [blocks[span.start + front : span.stop + front] for span in spans]
         self.stage_blocks[0] = blocks[:front] + self.stage_blocks[0]
         self.stage_blocks[-1] = self.stage_blocks[-1] + blocks[len(blocks) - back :]
         self.owners = self._owners()
+        for parameter, ranks in self.owners.items():  # `mesh.ends` sums the gradients of such a parameter
+            if len(ranks) > 1 and set(ranks) != {0, mesh.pp.size - 1}:
+                raise ValueError(f"{parameter.name} is tied, on pipeline ranks {ranks[0]} and {ranks[1]}: the first and the last "
+                                 "stage have to be on one rank or on the first and the last, or the head not tied")
         self.catalogue = list(self.owners)
         names = [p.name for p in self.catalogue]
         assert len(set(names)) == len(names), "two parameters share a name"
@@ -104,8 +114,8 @@ class Model:
         return owners
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage: they go round, 0, 1, ... P - 1, 0, 1, ..."""
-        return stage % self.mesh.pp.size
+        """The pipeline rank that holds a stage."""
+        return self.home[stage]
 
     def allocate(self) -> "Model":
         """Give memory and initial values to the parameters of this rank; called once all sizes are known to fit."""

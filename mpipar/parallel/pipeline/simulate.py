@@ -78,6 +78,11 @@ class Prediction:
         return len(self.busy) * self.makespan - sum(self.busy)
 
     @property
+    def longest_rank(self):
+        """The longest time that one rank takes from the start of its first action to the end of its last."""
+        return max(timeline[-1][2] - timeline[0][1] for timeline in self.timelines if timeline)
+
+    @property
     def bubble(self):
         """Idle time as a share of the wall time of all ranks: (P-1)/(M+P-1) for equal stages."""
         return _ratio(self.idle, len(self.busy) * self.makespan)
