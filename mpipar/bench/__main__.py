@@ -12,6 +12,7 @@ BENCHMARKS = {
     "gemm": "our matrix product against NumPy's BLAS, in one run",
     "ladder": "the product from plain loops to packed panels, with its roofline; the cost of narrow shards",
     "fusion": "three loops against one, and convolution with and without its patch matrix",
+    "pipeline": "the bubble of every schedule, measured beside formula and simulator, with stages that sleep",
     "train": "the step of a model in a layout, part by part, and against PyTorch (takes the options of mpipar.train too)",
 }
 

@@ -25,7 +25,7 @@ else:
 
 LATER = {
     "experts", "ep", "cp", "zero", "comm", "overlap", "no-overlap", "recompute", "checkpoint",
-    "save-every", "keep", "resume", "trace",
+    "save-every", "keep", "resume",
 }  # fixed names of things that don't exist yet: refused by name, never ignored
 
 
@@ -109,6 +109,10 @@ class Config:
     """Threads of a rank [default: cores of the affinity mask / ranks on the node]."""
     metrics: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Write one JSON object a line: start, every step, evaluations, end (an older metrics file is replaced)."""
+    trace: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Write the last step of each pipeline into this folder: a trace for ui.perfetto.dev, and a picture if matplotlib is installed."""
+    stage_delay: Annotated[float | None, tyro.conf.arg(metavar="MS")] = None
+    """Each pipeline rank sleeps MS for a forward and MS for a backward instead of computing: shows a schedule on few cores."""
     quiet: bool = False
     """Print nothing but errors."""
 
@@ -152,6 +156,8 @@ class Config:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} is not valid: it must lie in [0, 1)")
         self._check_model()
         self._check_pipeline()
+        if self.stage_delay is not None and not 0 < self.stage_delay < math.inf:
+            raise ValueError(f"--stage-delay {self.stage_delay} is not valid: it must be a number of milliseconds above 0")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"--threads {self.threads} is not valid: it must be at least 1")
         if self.global_batch % self.dp:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpipar.comm import launcher
 from mpipar.comm.fault import inject
 from mpipar.comm.guard import stop_requested
 from mpipar.data.batch import Batch
@@ -57,7 +58,7 @@ class Trainer:
         self.plan = self._plan(schedule)
         self.program = with_messages(self.plan)[mesh.pp.rank]
         self.forward_program = with_messages(forwards(model.placement, micro_batches))[mesh.pp.rank]
-        self.mailbox = GroupMailbox(mesh.pp, model.stages)
+        self.mailbox = GroupMailbox(mesh.pp, model.stages, patient=launcher.crowded())
         self.optimizer = optimizer.start(model.buffers)
         self.gradients = Gradients(model)
         self.steps_done = 0

@@ -164,6 +164,8 @@ def test_layers_spread_over_the_stages():
     (2, ["--pp", "2", "--schedule", "interleaved", "--layers", "3"], "at least 4 layers"),
     (1, ["--model", "mlp", "--layers", "2"], "--heads is an option of --model gpt"),
     (1, ["--eval-every", "5"], "--data random has none"),
+    (1, ["--stage-delay", "0"], "--stage-delay 0.0 is not valid"),
+    (1, ["--trace", "/none/dir"], "can't be written"),
     (1, ["--schedule", "2f2b"], "one of naive, gpipe, 1f1b"),
     (2, ["--pp", "2", "--schedule", "zb-v", "--virtual-stages", "3", "--layers", "6"], "valid: chunks=2"),
 ])
@@ -201,6 +203,20 @@ def test_a_wrong_schedule_is_refused_before_any_rank_computes(text, words, tmp_p
         file.write_text(text)
     job = train(2, "--pp", 2, "--steps", 2, "--schedule", file)
     assert job.returncode == 2 and len(job.output.strip().splitlines()) == 1 and words in job.output, job.output
+
+
+def test_sleeping_stages_and_the_trace_of_the_last_step(tmp_path):
+    job = train(2, "--pp", 2, "--steps", 2, "--micro-batches", 4, "--stage-delay", 10, "--trace", tmp_path / "trace",
+                "--metrics", tmp_path / "metrics")
+    assert job.returncode == 0, job.output
+    assert "nothing is computed" in job.stdout and "rank 1 |" in job.stdout and "2 live (predicted 2)" in job.stdout
+    trace = json.loads((tmp_path / "trace" / "pipeline.json").read_text())["traceEvents"]
+    assert sum(event.get("cat") == "compute" for event in trace) == 2 * 2 * 4
+    bubble = events(tmp_path / "metrics", "end")[0]["bubble"]
+    assert bubble["predicted"] == pytest.approx(1 / 5) and 0.15 < bubble["last_step_measured"] < 0.9
+    job = train(4, "--pp", 2, "--dp", 2, "--tp", 1, "--steps", 1, "--trace", tmp_path / "trace")
+    assert {path.name for path in (tmp_path / "trace").glob("*.json")} == {
+        "pipeline.json", "pipeline-dp0.json", "pipeline-dp1.json"}
 
 
 def test_what_is_not_a_metrics_file_is_not_replaced(tmp_path):
