@@ -24,7 +24,7 @@ else:
     import tomli as tomllib
 
 LATER = {
-    "experts", "ep", "cp", "zero", "comm", "overlap", "no-overlap", "recompute", "checkpoint",
+    "experts", "ep", "cp", "zero", "comm", "overlap", "no-overlap", "checkpoint",
     "save-every", "keep", "resume",
 }  # fixed names of things that don't exist yet: refused by name, never ignored
 
@@ -67,6 +67,8 @@ class Config:
     """Parts into which each replica cuts its rows [default: 1 without a pipeline, else 2 x stages if that many rows]."""
     virtual_stages: int | None = None
     """Stages on each pipeline rank [default: 2 for interleaved and zb-v, else 1]."""
+    recompute: Literal["none", "attention", "full"] = "none"
+    """Activations to drop in forward and make again in backward: those of attention (gpt), or all of a layer but its input."""
     layers_per_stage: str | None = None
     """Layers of each stage, such as 3,2,2 [default: as even as possible, the first stages one more]."""
     global_batch: int | None = None
@@ -174,6 +176,8 @@ class Config:
             for name in ("heads", "seq", "vocab", "tied", "dropout", "generate"):
                 if getattr(self, name) != getattr(default, name):
                     raise ValueError(f"{flag(name)} is an option of --model gpt: leave it out for --model mlp")
+            if self.recompute == "attention":
+                raise ValueError("--recompute attention is an option of --model gpt: --model mlp takes none or full")
         if self.data == "random" and self.eval_every:
             raise ValueError("--eval-every needs held-out text: --data random has none")
 

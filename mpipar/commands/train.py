@@ -32,6 +32,7 @@ from mpipar.kernels.settings import settings
 from mpipar.kernels.threads import limit_threads
 from mpipar.models.gpt import GPT
 from mpipar.models.mlp import MLP
+from mpipar.models.model import Chunk
 from mpipar.parallel.pipeline.measure import Measurement, gather
 from mpipar.parallel.pipeline.picture import draw, has_matplotlib
 from mpipar.parallel.pipeline.schedule import placement
@@ -110,7 +111,7 @@ def build_model(config: Config, mesh: Mesh) -> GPT | MLP:
     """The model of a configuration on a mesh, without memory yet."""
     common = dict(
         layers=config.layers, dim=config.dim, mesh=mesh, dtype=config.dtype, seed=config.seed,
-        placement=placement(config.plan()), layers_per_stage=config.stage_layers(), allocate=False,
+        placement=placement(config.plan()), recompute=config.recompute, layers_per_stage=config.stage_layers(), allocate=False,
     )
     if config.model == "mlp":
         return MLP(**common)
@@ -232,6 +233,7 @@ def write_end(run: Run, throughput: Throughput, bubble: BubbleMeter, sent: dict,
     trainer, mesh = run.trainer, run.mesh
     digest = parameters_sha256(trainer.model)
     memory = peak_rss_bytes(mesh.world)
+    activations = activation_bytes(trainer)
     measured = bubble.measured(mesh.pp)
     last_step = gather(trainer.last_run, mesh.pp) if trainer.last_run else None  # on the first stage of each pipeline
     simulated = last_step.predict(trainer.plan).bubble if last_step else None
@@ -239,6 +241,7 @@ def write_end(run: Run, throughput: Throughput, bubble: BubbleMeter, sent: dict,
         "end", steps=trainer.steps_done, parameters=trainer.model.global_parameters, parameters_sha256=digest,
         eval_loss=final, median_step_time_s=throughput.median_time(), warmup_steps_excluded=throughput.excluded,
         **{f"median_{unit}_per_s": throughput.median_rate()}, peak_rss_bytes=memory, bytes_sent=sent,
+        activation_bytes=activations,
         bubble={"measured": measured, "predicted": predicted_bubble(trainer.plan), "last_step_measured": last_step and last_step.bubble,
                 "last_step_simulated": simulated},
     )
@@ -246,12 +249,24 @@ def write_end(run: Run, throughput: Throughput, bubble: BubbleMeter, sent: dict,
         bytes_sent = ", ".join(f"{axis} {count:,.0f}" for axis, count in sent.items() if count)
         print(f"{trainer.steps_done} steps, median {throughput.median_time() * 1e3:.1f} ms, {throughput.median_rate():,.0f} "
               f"{unit}/s; bytes sent a step by rank 0: {bytes_sent or 'none'}; peak memory of a rank {max(memory) >> 20} MiB", flush=True)
+        if run.config.recompute != "none" and activations["held"]:
+            held, dropped = activations["held"], activations["dropped"]
+            print(f"activations of a micro-batch, by rank: {', '.join(f'{n:,}' for n in held)} bytes held until backward, "
+                  f"{', '.join(f'{n:,}' for n in dropped)} dropped and made again (--recompute {run.config.recompute})", flush=True)
         if last_step and mesh.pp.size > 1:
             print("the pipeline's last step:", *last_step.lines(trainer.plan), sep="\n", flush=True)
     if last_step and run.config.trace:
         for path in show_pipeline(run, last_step):
             if speak:
                 print(f"written: {path}", flush=True)
+
+
+def activation_bytes(trainer: Trainer) -> dict[str, list[int]]:
+    """For each rank the bytes of one micro-batch's activations that its stages hold, and those that they drop; collective."""
+    chunks = [c for c in trainer.model.chunks.values() if isinstance(c, Chunk)]  # a sleeping stage has none
+    mine = np.array([[sum(c.held_bytes for c in chunks), sum(c.dropped_bytes for c in chunks)]], np.int64)
+    held, dropped = trainer.mesh.world.all_gather(mine).T.tolist()
+    return {"held": held, "dropped": dropped}
 
 
 def show_pipeline(run: Run, measured: Measurement) -> list[str]:

@@ -164,6 +164,7 @@ def test_layers_spread_over_the_stages():
     (2, ["--pp", "2", "--schedule", "interleaved", "--layers", "3"], "at least 4 layers"),
     (1, ["--model", "mlp", "--layers", "2"], "--heads is an option of --model gpt"),
     (1, ["--eval-every", "5"], "--data random has none"),
+    (1, ["--model", "mlp", "--recompute", "attention"], "--recompute attention is an option of --model gpt"),
     (1, ["--stage-delay", "0"], "--stage-delay 0.0 is not valid"),
     (1, ["--trace", "/none/dir"], "can't be written"),
     (1, ["--schedule", "2f2b"], "one of naive, gpipe, 1f1b"),
@@ -217,6 +218,19 @@ def test_sleeping_stages_and_the_trace_of_the_last_step(tmp_path):
     job = train(4, "--pp", 2, "--dp", 2, "--tp", 1, "--steps", 1, "--trace", tmp_path / "trace")
     assert {path.name for path in (tmp_path / "trace").glob("*.json")} == {
         "pipeline.json", "pipeline-dp0.json", "pipeline-dp1.json"}
+
+
+def test_recomputed_activations_are_counted_and_change_nothing(tmp_path):
+    ends = []
+    for recompute in ("none", "attention", "full"):
+        job = train(2, "--pp", 2, "--steps", 2, "--recompute", recompute, "--metrics", tmp_path / recompute)
+        assert job.returncode == 0 and ("dropped and made again" in job.stdout) == (recompute != "none"), job.output
+        ends.append(events(tmp_path / recompute, "end")[0])
+    assert len({end["parameters_sha256"] for end in ends}) == 1
+    whole, *others = (end["activation_bytes"] for end in ends)
+    assert whole["dropped"] == [0, 0] and whole["held"][0] > 0
+    for less in others:
+        assert [h + d for h, d in zip(less["held"], less["dropped"])] == whole["held"] and min(less["dropped"]) > 0
 
 
 def test_what_is_not_a_metrics_file_is_not_replaced(tmp_path):
