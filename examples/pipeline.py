@@ -9,7 +9,7 @@ import numpy as np
 from mpipar import GPT, SGD, Mesh, Trainer
 from mpipar.data import text
 from mpipar.engine.bubble import BubbleMeter, predicted_bubble
-from mpipar.parallel.pipeline.schedule import SCHEDULES, format_plan
+from mpipar.parallel.pipeline.schedule import SCHEDULES, SEVERAL_CHUNKS, build, format_plan, placement
 
 MICRO_BATCHES, STEPS = 8, 4
 
@@ -19,9 +19,9 @@ def main():
     source = text(seq=64, global_batch=16)
     losses = {}
     for name in SCHEDULES:
-        virtual = 2 if name == "interleaved" else 1  # stages on each rank
-        model = GPT(layers=2 * mesh.pp.size, dim=64, heads=4, seq=64, mesh=mesh, virtual_stages=virtual)
-        trainer = Trainer(model, SGD(lr=0.1), schedule=name, micro_batches=MICRO_BATCHES)
+        plan = build(name, mesh.pp.size, MICRO_BATCHES, 2 if name in SEVERAL_CHUNKS else 1)
+        model = GPT(layers=2 * mesh.pp.size, dim=64, heads=4, seq=64, mesh=mesh, placement=placement(plan))
+        trainer = Trainer(model, SGD(lr=0.1), schedule=plan, micro_batches=MICRO_BATCHES)
         meter = BubbleMeter()
         for step in range(1, STEPS + 1):
             losses[name] = trainer.step(source.batch(step)).loss

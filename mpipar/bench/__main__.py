@@ -14,6 +14,7 @@ BENCHMARKS = {
     "start": "seconds from mpirun to the end of the first step, with and without compiled kernels",
     "ladder": "the product from plain loops to packed panels, with its roofline; the cost of narrow shards",
     "fusion": "three loops against one, and convolution with and without its patch matrix",
+    "pipeline": "the bubble of every schedule, measured beside formula and simulator, with stages that sleep",
     "train": "the step of a model in a layout, part by part, and against PyTorch (takes the options of mpipar.train too)",
 }
 

@@ -73,7 +73,7 @@ def mpirun():
 def settings(environ=os.environ):
     """Variables for this job that the MPI libraries read when they start; not those that are set already."""
     wanted = {}
-    if ranks_on_node(environ) > _cores(environ):
+    if crowded(environ):
         # Waiting ranks spin. With more ranks than cores they would take the time of those that compute.
         wanted["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
@@ -88,6 +88,11 @@ def settings(environ=os.environ):
                   OMPI_MCA_coll_tuned_reduce_algorithm="7", OMPI_MCA_coll_tuned_reduce_scatter_algorithm="2",
                   OMPI_MCA_coll_tuned_reduce_scatter_block_algorithm="3")
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def crowded(environ=os.environ):
+    """Whether more ranks were started on this node than there are cores for them."""
+    return ranks_on_node(environ) > _cores(environ)
 
 
 def _cores(environ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import os
 import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -14,7 +15,8 @@ from typing import Annotated, Literal
 import tyro
 
 from mpipar.comm import launcher
-from mpipar.parallel.pipeline.schedule import build
+from mpipar.parallel.pipeline.check import read_plan
+from mpipar.parallel.pipeline.schedule import ONE_CHUNK, SCHEDULES, SEVERAL_CHUNKS, Plan, build
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,8 +24,8 @@ else:
     import tomli as tomllib
 
 LATER = {
-    "experts", "ep", "cp", "zero", "comm", "overlap", "no-overlap", "recompute", "checkpoint",
-    "save-every", "keep", "resume", "trace",
+    "experts", "ep", "cp", "zero", "comm", "overlap", "no-overlap", "checkpoint",
+    "save-every", "keep", "resume",
 }  # fixed names of things that don't exist yet: refused by name, never ignored
 
 
@@ -58,12 +60,15 @@ class Config:
     """Pipeline stages."""
     order: str = "dp,pp,tp"
     """The mesh's axes, slowest first."""
-    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
-    """Order of the micro-batches in the pipeline."""
+    schedule: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.csv")] = "1f1b"
+    """Order of the micro-batches in the pipeline: naive, gpipe, 1f1b, eager-1f1b, interleaved, zero-bubble (ZB-H1), zb-h2,
+    zb-v, or a file with one line a rank of actions such as 0F3,0B3 (stage, kind, micro-batch)."""
     micro_batches: int | None = None
     """Parts into which each replica cuts its rows [default: 1 without a pipeline, else 2 x stages if that many rows]."""
     virtual_stages: int | None = None
-    """Stages on each pipeline rank [default: 2 for interleaved, else 1]."""
+    """Stages on each pipeline rank [default: 2 for interleaved and zb-v, else 1]."""
+    recompute: Literal["none", "attention", "full"] = "none"
+    """Activations to drop in forward and make again in backward: those of attention (gpt), or all of a layer but its input."""
     layers_per_stage: str | None = None
     """Layers of each stage, such as 3,2,2 [default: as even as possible, the first stages one more]."""
     global_batch: int | None = None
@@ -106,6 +111,10 @@ class Config:
     """Threads of a rank [default: cores of the affinity mask / ranks on the node]."""
     metrics: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Write one JSON object a line: start, every step, evaluations, end (an older metrics file is replaced)."""
+    trace: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Write the last step of each pipeline into this folder: a trace for ui.perfetto.dev, and a picture if matplotlib is installed."""
+    stage_delay: Annotated[float | None, tyro.conf.arg(metavar="MS")] = None
+    """Each pipeline rank sleeps MS for a forward and MS for a backward instead of computing: shows a schedule on few cores."""
     quiet: bool = False
     """Print nothing but errors."""
 
@@ -122,12 +131,14 @@ class Config:
         if batch is None:
             batch = -(-(16 if gpt else 128) // max(dp, 1)) * max(dp, 1)  # the next number that dp divides
         rows = batch // max(dp, 1)
-        micro = self.micro_batches
-        if micro is None:
+        micro, by_hand = self.micro_batches, self.hand_written()
+        if by_hand:
+            micro = self._sizes_of(by_hand)
+        elif micro is None:
             micro = 1 if self.pp == 1 else max(min(2 * self.pp, rows), 1)
         virtual = self.virtual_stages
         if virtual is None:
-            virtual = 2 if self.schedule == "interleaved" else 1
+            virtual = 2 if self.schedule in SEVERAL_CHUNKS else 1
         return dataclasses.replace(
             self, virtual_stages=virtual, tp=tp, dp=dp, global_batch=batch, micro_batches=micro,
             dim=self.dim if self.dim is not None else (128 if gpt else 1024),
@@ -147,6 +158,8 @@ class Config:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} is not valid: it must lie in [0, 1)")
         self._check_model()
         self._check_pipeline()
+        if self.stage_delay is not None and not 0 < self.stage_delay < math.inf:
+            raise ValueError(f"--stage-delay {self.stage_delay} is not valid: it must be a number of milliseconds above 0")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"--threads {self.threads} is not valid: it must be at least 1")
         if self.global_batch % self.dp:
@@ -163,20 +176,48 @@ class Config:
             for name in ("heads", "seq", "vocab", "tied", "dropout", "generate"):
                 if getattr(self, name) != getattr(default, name):
                     raise ValueError(f"{flag(name)} is an option of --model gpt: leave it out for --model mlp")
+            if self.recompute == "attention":
+                raise ValueError("--recompute attention is an option of --model gpt: --model mlp takes none or full")
         if self.data == "random" and self.eval_every:
             raise ValueError("--eval-every needs held-out text: --data random has none")
 
     def _check_pipeline(self) -> None:
         """The schedule, its virtual stages and the layers have to fit."""
-        if self.schedule == "interleaved" and self.virtual_stages < 2:
-            raise ValueError("--schedule interleaved needs --virtual-stages of at least 2")
-        if self.schedule in ("1f1b", "zero-bubble") and self.virtual_stages > 1:
-            raise ValueError(f"--virtual-stages {self.virtual_stages} needs --schedule interleaved, gpipe or naive")
-        stages = self.pp * self.virtual_stages
+        if self.schedule in SEVERAL_CHUNKS and self.virtual_stages < 2:
+            raise ValueError(f"--schedule {self.schedule} needs --virtual-stages of at least 2")
+        if self.schedule in ONE_CHUNK and self.virtual_stages > 1:
+            raise ValueError(f"--virtual-stages {self.virtual_stages} needs --schedule interleaved, zb-v, gpipe or naive")
+        stages = 1 + max(action.stage for actions in self.plan() for action in actions)
         if self.layers < stages:
-            raise ValueError(f"--layers {self.layers} do not fill pp={self.pp} x {self.virtual_stages} virtual stages: "
+            raise ValueError(f"--layers {self.layers} do not fill the {stages} stages of pp={self.pp} under --schedule {self.schedule}: "
                              f"give at least {stages} layers, or fewer stages")
-        build(self.schedule, self.pp, self.micro_batches, self.virtual_stages)
+
+    def plan(self) -> Plan:
+        """The schedule of a resolved configuration: who runs what, in which order."""
+        by_hand = self.hand_written()
+        return by_hand or build(self.schedule, self.pp, self.micro_batches, self.virtual_stages)
+
+    def hand_written(self) -> Plan | None:
+        """The plan in the file that --schedule names, proved right; None where it names no file.
+
+        ValueError for a file that can't be read or is wrong, and for a name that is neither.
+        """
+        if self.schedule in SCHEDULES:
+            return None
+        if not (self.schedule.endswith(".csv") or os.path.exists(self.schedule)):
+            raise ValueError(f"--schedule {self.schedule!r} is not valid: one of {', '.join(SCHEDULES)}, or a FILE.csv")
+        return read_plan(self.schedule)
+
+    def _sizes_of(self, plan: Plan) -> int:
+        """The micro-batches of a hand-written plan; ValueError if other options say something else than the plan."""
+        micros = 1 + max(action.micro_batch for actions in plan for action in actions)
+        if len(plan) != self.pp:
+            raise ValueError(f"--schedule {self.schedule!r} has {len(plan)} lines, one a rank: it needs --pp {len(plan)}, not {self.pp}")
+        if self.micro_batches not in (None, micros):
+            raise ValueError(f"--schedule {self.schedule!r} has {micros} micro-batches, not {self.micro_batches}: leave --micro-batches out")
+        if self.virtual_stages is not None:
+            raise ValueError(f"--schedule {self.schedule!r} says itself which stages a rank has: leave --virtual-stages out")
+        return micros
 
     def stage_layers(self) -> list[int] | None:
         """--layers-per-stage as numbers; ValueError if it is not a list of them."""

@@ -60,8 +60,8 @@ def message_lines(model: Model, *, batch: int, micro_batches: int) -> list[str]:
     elif mesh.tp.size > 1:
         lines.append(f"  tp: 1 all-reduce forward and 1 backward each 2 layers and micro-batch, {rows * width * item:,} bytes each")
     if mesh.pp.size > 1:
-        messages = 2 * micro_batches * (model.stages - 1)
-        lines.append(f"  pp: {messages} messages a replica and tp rank, up to {rows * width * item:,} bytes each")
+        crossings = sum(model.rank_of(stage) != model.rank_of(stage + 1) for stage in range(model.stages - 1))
+        lines.append(f"  pp: {2 * micro_batches * crossings} messages a replica and tp rank, up to {rows * width * item:,} bytes each")
     if mesh.dp.size > 1:
         most = max(rank_parameters(model, p, t) for p in range(mesh.pp.size) for t in range(mesh.tp.size))
         lines.append(f"  dp: 1 all-reduce of the gradients, {most * item:,} bytes on the fullest rank")

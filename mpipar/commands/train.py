@@ -24,7 +24,7 @@ from mpipar.engine.bubble import BubbleMeter, predicted_bubble
 from mpipar.engine.checksum import parameters_sha256
 from mpipar.engine.generate import generate
 from mpipar.engine.learning_rate import Cosine
-from mpipar.engine.metrics import MetricsFile, Throughput, check_writable, peak_rss_bytes
+from mpipar.engine.metrics import MetricsFile, Throughput, check_folder, check_writable, peak_rss_bytes
 from mpipar.engine.optimizer import SGD, AdamW
 from mpipar.engine.trainer import Trainer
 from mpipar.kernels.cache import is_cold
@@ -32,6 +32,12 @@ from mpipar.kernels.settings import settings
 from mpipar.kernels.threads import limit_threads
 from mpipar.models.gpt import GPT
 from mpipar.models.mlp import MLP
+from mpipar.models.model import Chunk
+from mpipar.parallel.pipeline.measure import Measurement, gather
+from mpipar.parallel.pipeline.picture import draw, has_matplotlib
+from mpipar.parallel.pipeline.schedule import placement
+from mpipar.parallel.pipeline.sleeping import sleeping_chunks
+from mpipar.parallel.pipeline.trace import write_trace
 
 
 @dataclass
@@ -63,6 +69,7 @@ def set_up(arguments: list[str]) -> Run:
         mesh = Mesh(dp=asked.dp, tp=config.tp, pp=config.pp, order=config.axes())
         config.check()
         check_metrics(config)
+        check_folder("--trace", config.trace)
         train_source, held_out, prompt = sources(config)
         limit_threads(config.threads or max(1, settings.threads // mesh.ranks_on_node))
         settings.gemm = config.gemm
@@ -70,10 +77,12 @@ def set_up(arguments: list[str]) -> Run:
         if mesh.is_root and not config.quiet and is_cold():
             print("compiling the kernels: once for this machine, up to a minute", flush=True)
         model.allocate()
+        if config.stage_delay is not None:
+            model.chunks = sleeping_chunks(model.stage_blocks, model.placement, mesh.pp.rank, config.stage_delay / 1e3, model.dtype)
         kind = AdamW if config.optimizer == "adamw" else SGD
         options = {"betas": (config.beta1, config.beta2)} if config.optimizer == "adamw" else {}
         trainer = Trainer(
-            model, kind(lr=config.lr, weight_decay=config.weight_decay, **options), schedule=config.schedule,
+            model, kind(lr=config.lr, weight_decay=config.weight_decay, **options), schedule=config.plan(),
             micro_batches=config.micro_batches, clip=config.clip,
             learning_rate=Cosine(config.lr, config.warmup, config.steps, config.lr_min),
         )
@@ -102,7 +111,7 @@ def build_model(config: Config, mesh: Mesh) -> GPT | MLP:
     """The model of a configuration on a mesh, without memory yet."""
     common = dict(
         layers=config.layers, dim=config.dim, mesh=mesh, dtype=config.dtype, seed=config.seed,
-        virtual_stages=config.virtual_stages, layers_per_stage=config.stage_layers(), allocate=False,
+        placement=placement(config.plan()), recompute=config.recompute, layers_per_stage=config.stage_layers(), allocate=False,
     )
     if config.model == "mlp":
         return MLP(**common)
@@ -138,6 +147,9 @@ def train(run: Run) -> int:
     config, mesh, trainer = run.config, run.mesh, run.trainer
     speak = mesh.is_root and not config.quiet
     if speak:
+        if config.stage_delay is not None:
+            print(f"each stage sleeps {config.stage_delay:g} ms forward and {config.stage_delay:g} ms backward: nothing is computed, "
+                  "losses are 0 and the weights mean nothing")
         print("\n".join(plan_lines(
             trainer.model, batch=config.global_batch, micro_batches=config.micro_batches, schedule=config.schedule,
             threads=settings.threads, gemm=settings.gemm)), flush=True)
@@ -174,7 +186,7 @@ def train(run: Run) -> int:
     final = evaluate(run, progress)
     progress.close()
     write_end(run, throughput, bubble, sent, unit, final, speak)
-    if run.prompt is not None and config.generate:
+    if run.prompt is not None and config.generate and config.stage_delay is None:
         sample(run, speak)
     run.metrics.close()
     return 0
@@ -182,7 +194,7 @@ def train(run: Run) -> int:
 
 def evaluate(run: Run, progress: Progress) -> float | None:
     """The loss over the held-out batches, said and written; None if there are none."""
-    if run.held_out is None:
+    if run.held_out is None or run.config.stage_delay is not None:
         return None
     batches = (run.held_out.batch(k) for k in range(1, run.config.eval_steps + 1))
     loss = run.trainer.evaluate(batches)
@@ -221,15 +233,52 @@ def write_end(run: Run, throughput: Throughput, bubble: BubbleMeter, sent: dict,
     trainer, mesh = run.trainer, run.mesh
     digest = parameters_sha256(trainer.model)
     memory = peak_rss_bytes(mesh.world)
+    activations = activation_bytes(trainer)
     measured = bubble.measured(mesh.pp)
+    last_step = gather(trainer.last_run, mesh.pp) if trainer.last_run else None  # on the first stage of each pipeline
+    simulated = last_step.predict(trainer.plan).bubble if last_step else None
     run.metrics.write(
         "end", steps=trainer.steps_done, parameters=trainer.model.global_parameters, parameters_sha256=digest,
         eval_loss=final, median_step_time_s=throughput.median_time(), warmup_steps_excluded=throughput.excluded,
         **{f"median_{unit}_per_s": throughput.median_rate()}, peak_rss_bytes=memory, bytes_sent=sent,
-        bubble={"measured": measured, "predicted": predicted_bubble(trainer.plan)},
+        activation_bytes=activations,
+        bubble={"measured": measured, "predicted": predicted_bubble(trainer.plan), "last_step_measured": last_step and last_step.bubble,
+                "last_step_simulated": simulated},
     )
     if speak:
         bytes_sent = ", ".join(f"{axis} {count:,.0f}" for axis, count in sent.items() if count)
         print(f"{trainer.steps_done} steps, median {throughput.median_time() * 1e3:.1f} ms, {throughput.median_rate():,.0f} "
               f"{unit}/s; bytes sent a step by rank 0: {bytes_sent or 'none'}; peak memory of a rank {max(memory) >> 20} MiB", flush=True)
+        if run.config.recompute != "none" and activations["held"]:
+            held, dropped = activations["held"], activations["dropped"]
+            print(f"activations of a micro-batch, by rank: {', '.join(f'{n:,}' for n in held)} bytes held until backward, "
+                  f"{', '.join(f'{n:,}' for n in dropped)} dropped and made again (--recompute {run.config.recompute})", flush=True)
+        if last_step and mesh.pp.size > 1:
+            print("the pipeline's last step:", *last_step.lines(trainer.plan), sep="\n", flush=True)
+    if last_step and run.config.trace:
+        for path in show_pipeline(run, last_step):
+            if speak:
+                print(f"written: {path}", flush=True)
+
+
+def activation_bytes(trainer: Trainer) -> dict[str, list[int]]:
+    """For each rank the bytes of one micro-batch's activations that its stages hold, and those that they drop; collective."""
+    chunks = [c for c in trainer.model.chunks.values() if isinstance(c, Chunk)]  # a sleeping stage has none
+    mine = np.array([[sum(c.held_bytes for c in chunks), sum(c.dropped_bytes for c in chunks)]], np.int64)
+    held, dropped = trainer.mesh.world.all_gather(mine).T.tolist()
+    return {"held": held, "dropped": dropped}
+
+
+def show_pipeline(run: Run, measured: Measurement) -> list[str]:
+    """Write the trace of a pipeline's step, and its picture where there is matplotlib; the names of the files."""
+    mesh, config = run.mesh, run.config
+    os.makedirs(config.trace, exist_ok=True)
+    which = "".join(f"-{axis}{mesh.coordinates[axis]}" for axis in ("dp", "tp") if mesh.shape[axis] > 1)
+    stem = os.path.join(config.trace, f"pipeline{which}")
+    title = f"{config.schedule}, {mesh.pp.size} ranks, {config.micro_batches} micro-batches, step {run.trainer.steps_done}"
+    write_trace(f"{stem}.json", measured, title=title)
+    if not has_matplotlib():
+        return [f"{stem}.json"]
+    draw(f"{stem}.png", measured.predict(run.trainer.plan), measured, title=title)
+    return [f"{stem}.json", f"{stem}.png"]
 

@@ -28,7 +28,7 @@ from mpipar.engine.trainer import Trainer
 from mpipar.kernels.settings import settings
 from mpipar.kernels.threads import limit_threads
 from mpipar.models.gpt import GPT
-from mpipar.parallel.pipeline.schedule import SCHEDULES
+from mpipar.parallel.pipeline.schedule import SCHEDULES, SEVERAL_CHUNKS, build, placement
 
 BOUNDS = {"first loss": 1e-12, "losses": 1e-9, "norms": 1e-9, "gradients": 1e-10, "weights": 1e-9}
 
@@ -85,12 +85,13 @@ class Outcome:
 
 def run(options: Options, mesh: Mesh, schedule: str, damage=None) -> Outcome:
     """Train on a mesh; `damage` may switch something off in the trainer first."""
+    plan = build(schedule, mesh.pp.size, options.micro_batches, 2 if schedule in SEVERAL_CHUNKS else 1)
     model = GPT(
         layers=options.layers, dim=32, heads=4, seq=16, vocab=options.vocab, mesh=mesh, tied=options.tied,
-        dropout=options.dropout, dtype="float64", virtual_stages=2 if schedule == "interleaved" else 1,
+        dropout=options.dropout, dtype="float64", placement=placement(plan),
     )
     trainer = Trainer(
-        model, AdamW(), schedule=schedule, micro_batches=options.micro_batches, clip=options.clip,
+        model, AdamW(), schedule=plan, micro_batches=options.micro_batches, clip=options.clip,
         learning_rate=Cosine(1e-2, 4, options.steps),
     )
     if damage is not None:
@@ -151,7 +152,7 @@ def schedules(pp: int, options: Options) -> list[str]:
     """The schedules that a pipeline of that many ranks allows; without a pipeline they are all the same."""
     if pp == 1:
         return ["1f1b"]
-    return [name for name in SCHEDULES if name != "interleaved" or options.layers >= 2 * pp]
+    return [name for name in SCHEDULES if name not in SEVERAL_CHUNKS or options.layers >= 2 * pp]
 
 
 def verify(options: Options) -> int:

@@ -10,7 +10,7 @@ from mpipar.nn.parameter import split_range
 from mpipar.parallel.pipeline.mailbox import GroupMailbox
 from mpipar.parallel.pipeline.messages import with_messages
 from mpipar.parallel.pipeline.run import run_forward
-from mpipar.parallel.pipeline.schedule import forward_only
+from mpipar.parallel.pipeline.schedule import forwards
 
 
 def generate(model: GPT, prompt: np.ndarray, count: int, *, temperature: float = 0.8, seed: int = 0) -> np.ndarray:
@@ -24,7 +24,7 @@ def generate(model: GPT, prompt: np.ndarray, count: int, *, temperature: float =
     if temperature < 0:
         raise ValueError(f"temperature {temperature} is not valid: it must be at least 0")
     mesh = model.mesh
-    program = with_messages(forward_only(mesh.pp.size, 1, model.virtual_stages))[mesh.pp.rank]
+    program = with_messages(forwards(model.placement, 1))[mesh.pp.rank]
     mailbox = GroupMailbox(mesh.pp, model.stages)
     random = np.random.default_rng(seed)
     tokens = np.concatenate([np.asarray(prompt, np.int64), np.zeros(count, np.int64)])
@@ -33,7 +33,7 @@ def generate(model: GPT, prompt: np.ndarray, count: int, *, temperature: float =
         done = run_forward(program, model.chunks, [MicroBatch(context[None], None, None, 0.0)], mailbox)
         if done.outputs:
             tokens[end] = draw(whole_row(model, done.outputs[0]), temperature, random)
-        mesh.pp.broadcast(tokens[end : end + 1], root=mesh.pp.size - 1)
+        mesh.pp.broadcast(tokens[end : end + 1], root=model.rank_of(model.stages - 1))
     return tokens
 
 

@@ -24,6 +24,17 @@ def check_writable(path: str | None) -> None:
         raise ValueError(f"{path!r} can't be written")
 
 
+def check_folder(option: str, path: str | None) -> None:
+    """ValueError if files could not be written into a folder of that name, which need not be there yet; writes nothing."""
+    if path is None:
+        return
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ValueError(f"{option} {path!r} is not a folder")
+    parent = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK):
+        raise ValueError(f"{option} {path!r} can't be written: there is no folder {parent!r} that may be written to")
+
+
 class MetricsFile:
     """Writes one JSON object a line; without a path, or on other ranks than 0, nothing."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpipar.comm import launcher
 from mpipar.comm.fault import inject
 from mpipar.comm.guard import stop_requested
 from mpipar.data.batch import Batch
@@ -19,7 +20,7 @@ from mpipar.parallel.pipeline.check import check
 from mpipar.parallel.pipeline.mailbox import GroupMailbox
 from mpipar.parallel.pipeline.messages import with_messages
 from mpipar.parallel.pipeline.run import RunResult, run, run_forward
-from mpipar.parallel.pipeline.schedule import build, forward_only
+from mpipar.parallel.pipeline.schedule import Plan, build, forwards, placement
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class StepResult:
 class Trainer:
     """Trains a model on a mesh.
 
-    optimizer: AdamW or SGD. schedule: a name in `schedule.SCHEDULES`. micro_batches: into how many parts each replica cuts its
+    optimizer: AdamW or SGD. schedule: a name in `schedule.SCHEDULES`, or a plan. micro_batches: into how many parts each replica cuts its
     rows, as even as possible. clip: largest norm of the gradient, 0 for no limit. learning_rate: a function of the
     step (from 1), default the optimizer's own lr. ValueError for a schedule that doesn't exist or sizes below 1.
     """
@@ -54,15 +55,26 @@ class Trainer:
         self.model, self.mesh = model, mesh
         self.micro_batches, self.clip = micro_batches, clip
         self.learning_rate = learning_rate or (lambda step: optimizer.lr)
-        self.plan = build(schedule, mesh.pp.size, micro_batches, model.virtual_stages)
-        check(self.plan)
+        self.plan = self._plan(schedule)
         self.program = with_messages(self.plan)[mesh.pp.rank]
-        self.forward_program = with_messages(forward_only(mesh.pp.size, micro_batches, model.virtual_stages))[mesh.pp.rank]
-        self.mailbox = GroupMailbox(mesh.pp, model.stages)
+        self.forward_program = with_messages(forwards(model.placement, micro_batches))[mesh.pp.rank]
+        self.mailbox = GroupMailbox(mesh.pp, model.stages, patient=launcher.crowded())
         self.optimizer = optimizer.start(model.buffers)
         self.gradients = Gradients(model)
         self.steps_done = 0
         self.last_run: RunResult | None = None
+
+    def _plan(self, schedule: str | Plan) -> Plan:
+        """The plan of a schedule, proved right for this model."""
+        ranks, stages = self.mesh.pp.size, self.model.stages
+        plan = schedule
+        if isinstance(schedule, str):
+            plan = build(schedule, ranks, self.micro_batches, -(-stages // ranks))
+        check(plan, stages=stages, micro_batches=self.micro_batches)
+        if placement(plan) != self.model.placement:
+            raise ValueError(f"the schedule has its stages on the ranks as {placement(plan)}, the model as {self.model.placement}: "
+                             "build the model with the placement of the schedule")
+        return plan
 
     def step(self, batch: Batch) -> StepResult:
         """One step on a global batch; every rank passes the same one."""

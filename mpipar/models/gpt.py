@@ -57,6 +57,8 @@ class EmbeddingBlock(Block):
 class TransformerBlock(Block):
     """x [B, T, D] -> x + attention(norm(x)), then + mlp(norm(x)); two all-reduces over tp each way."""
 
+    recomputes = ("attention", "full")
+
     def __init__(self, number, dim, heads, *, layers, dropout, seed, group):
         name = f"block{number}"
         self.number, self.dim = number, dim
@@ -107,6 +109,18 @@ class TransformerBlock(Block):
         self.qkv.weight_gradient(self.norm1.again(norm1), d, later)
         return self.norm1.backward(norm1, self.qkv.input_gradient(d), later, residual=dy)
 
+    def drop_attention(self, saved):
+        """Without queries, keys, values and the output of attention: 4 of the 10 D that a token keeps."""
+        norm1, _, _, *rest = saved
+        return [norm1, None, None, *rest]
+
+    def rebuild_attention(self, saved):
+        """Makes again what `drop_attention` left out, from what lies before it."""
+        norm1, _, _, *rest = saved
+        qkv, _ = self.qkv.forward(self.norm1.again(norm1))
+        heads, attention = self.attention.forward(qkv)
+        return [norm1, attention, heads, *rest]
+
     def _add_branch(self, linear, dropout, h, x, micro):
         """x + dropout(linear(h)); without dropout the bias and the residual are added in one pass."""
         if dropout.p == 0 or micro.keys is None:
@@ -148,13 +162,15 @@ class GPT(Model):
     """A GPT spread over `mesh`; without a mesh, all of it on this rank.
 
     layers, dim, heads, seq (longest sequence), vocab: sizes of the global model. tied: the output head is the
-    embedding. dtype: "float32" or "float64". seed: of initial values and dropout. virtual_stages, layers_per_stage: see Model.
+    embedding. dtype: "float32" or "float64". seed: of initial values and dropout. virtual_stages, layers_per_stage, placement, recompute:
+    see Model.
     allocate=False: only declared, memory comes by `allocate()`.
     ValueError, before any array is made, if heads don't divide dim or tp doesn't divide heads.
     """
 
     def __init__(self, *, layers=4, dim=128, heads=4, vocab=256, seq=128, mesh=None, tied=True, dropout=0.0,
-                 dtype="float32", seed=0, virtual_stages=1, layers_per_stage=None, allocate=True):
+                 dtype="float32", seed=0, virtual_stages=1, layers_per_stage=None, placement=None,
+                 recompute="none", allocate=True):
         if mesh is None:
             from mpipar.comm.mesh import Mesh
 
@@ -176,6 +192,7 @@ class GPT(Model):
         own = sharded("head.weight", (vocab, dim), Normal(0.02), group, 0)
         back = HeadBlock(front.embedding.weight if tied else own, dim, group=group)
         super().__init__([front, *middle, back], front=1, back=1, mesh=mesh, dtype=dtype, seed=seed,
-                         virtual_stages=virtual_stages, layers_per_stage=layers_per_stage)
+                         virtual_stages=virtual_stages, layers_per_stage=layers_per_stage, placement=placement,
+                         recompute=recompute)
         if allocate:
             self.allocate()

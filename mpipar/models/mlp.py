@@ -20,6 +20,8 @@ from mpipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear, chec
 class MlpLayer(Block):
     """x -> GeLU(x W). Even layers are column-parallel (x whole, y split), odd ones row-parallel (x split, y whole)."""
 
+    recomputes = ("full",)
+
     def __init__(self, number, dim, *, group):
         self.number = number
         initial, name = Normal(1 / math.sqrt(dim)), f"layer{number}"
@@ -78,7 +80,8 @@ class MLP(Model):
     """The deep MLP spread over `mesh`; without a mesh, all of it on this rank. See GPT for the parameters."""
 
     def __init__(self, *, layers=4, dim=1024, mesh=None, dtype="float32", seed=0, virtual_stages=1,
-                 layers_per_stage=None, allocate=True):
+                 layers_per_stage=None, placement=None,
+                 recompute="none", allocate=True):
         if mesh is None:
             from mpipar.comm.mesh import Mesh
 
@@ -90,6 +93,7 @@ class MLP(Model):
         blocks = [MlpLayer(i, dim, group=mesh.tp) for i in range(layers)]
         blocks.append(MeanSquare(dim, split=layers % 2 == 1 and mesh.tp.size > 1, group=mesh.tp))
         super().__init__(blocks, front=0, back=1, mesh=mesh, dtype=dtype, seed=seed,
-                         virtual_stages=virtual_stages, layers_per_stage=layers_per_stage)
+                         virtual_stages=virtual_stages, layers_per_stage=layers_per_stage, placement=placement,
+                         recompute=recompute)
         if allocate:
             self.allocate()

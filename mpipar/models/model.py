@@ -12,6 +12,10 @@ from mpipar.kernels.warm import compile_tasks
 from mpipar.nn.layer import Layer, SampleKeys
 from mpipar.nn.parameter import FlatBuffers, Parameter
 from mpipar.parallel.pipeline.partition import stage_layers
+from mpipar.parallel.pipeline.schedule import looped
+
+
+RECOMPUTE = ("none", "attention", "full")
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,27 @@ class Block(Layer):
 
     forward(x, micro) -> (y, saved), backward(saved, dy, micro, later) -> dx, input_shape(micro) -> shape of x. The first
     block of a model gets the micro-batch's inputs as x; the last one returns the sum of the losses as a float and gets
-    dy None.
+    dy None. recomputes: what of it may be dropped after forward and made again before backward: "full" (all but x, by
+    running forward again), "attention" (by the block's own `drop_attention(saved)` and `rebuild_attention(saved)`).
     """
+
+    recomputes: tuple[str, ...] = ()
 
 
 class Chunk:
-    """The consecutive blocks of one pipeline stage."""
+    """The consecutive blocks of one pipeline stage.
 
-    def __init__(self, blocks: list[Block], *, first: bool, last: bool, dtype):
+    recompute: "none", or what its blocks drop in forward and rebuild in backward: the same bits for less memory and more
+    work. held_bytes, dropped_bytes: of the activations of one micro-batch, the first of training, counted array by array.
+    """
+
+    def __init__(self, blocks: list[Block], *, first: bool, last: bool, dtype, recompute="none"):
         self.blocks = blocks
         self.first = first
         self.last = last
         self.dtype = dtype
+        self.recompute = recompute
+        self.held_bytes = self.dropped_bytes = 0
 
     def input_shape(self, micro: MicroBatch) -> tuple[int, ...]:
         """The shape of the activations that this stage receives."""
@@ -54,16 +67,37 @@ class Chunk:
         """Run the blocks in order; x is None on the first stage, y the sum of the losses on the last."""
         if self.first:
             x = micro.inputs
-        saved = []
+        saved, counts = [], micro.keys is not None and not self.held_bytes
+        held = dropped = 0
         for block in self.blocks:
-            x, kept = block.forward(x, micro)
+            given = x
+            x, kept = block.forward(given, micro)
+            whole = count_bytes((given, kept), but=x) if counts else 0
+            kept = self._drop(block, given, kept)
+            if counts:
+                held += count_bytes((given, kept), but=x)
+                dropped += whole - count_bytes((given, kept), but=x)
             saved.append(kept)
+        if counts:
+            self.held_bytes, self.dropped_bytes = held, dropped
         return x, saved
+
+    def _drop(self, block, given, kept):
+        """What stays of a block's `kept` until backward."""
+        if self.recompute not in block.recomputes:
+            return kept
+        return given if self.recompute == "full" else block.drop_attention(kept)
+
+    def _rebuild(self, block, kept, micro):
+        """The block's `kept` as its forward made it."""
+        if self.recompute not in block.recomputes:
+            return kept
+        return block.forward(kept, micro)[1] if self.recompute == "full" else block.rebuild_attention(kept)
 
     def backward(self, saved: list, dy, micro: MicroBatch, later: list | None = None):
         """Run the blocks backwards, dropping what each has saved as soon as it was used."""
         for block in reversed(self.blocks):
-            dy = block.backward(saved.pop(), dy, micro, later)
+            dy = block.backward(self._rebuild(block, saved.pop(), micro), dy, micro, later)
         return dy
 
 
@@ -71,22 +105,34 @@ class Model:
     """Blocks spread over the pipeline stages of a mesh.
 
     blocks: all blocks of the global model in order; `front` and `back` of them (embedding, head) stay with the first
-    and last stage and are not counted as layers. virtual_stages: stages on each pipeline rank. layers_per_stage: how
-    many layers each stage gets, None for even.
+    and last stage and are not counted as layers. virtual_stages: stages on each pipeline rank, which go round, 0, 1, ...
+    P - 1, 0, 1, ...; placement: the stages of each rank instead, such as [[0, 3], [1, 2]] (`schedule.placement` of a plan).
+    layers_per_stage: how many layers each stage gets, None for even. recompute: see Chunk.
     Every rank declares every block (that costs no memory), so each knows the whole catalogue of parameters.
     """
 
-    def __init__(self, blocks, *, front, back, mesh, dtype, seed, virtual_stages=1, layers_per_stage=None):
+    def __init__(self, blocks, *, front, back, mesh, dtype, seed, virtual_stages=1, layers_per_stage=None,
+                 placement=None, recompute="none"):
+        if recompute not in RECOMPUTE:
+            raise ValueError(f"recompute={recompute!r} is not valid: one of {', '.join(RECOMPUTE)}")
         self.mesh = mesh
         self.dtype = np.dtype(dtype)
         self.seed = seed
-        self.virtual_stages = virtual_stages
-        self.stages = mesh.pp.size * virtual_stages
+        self.recompute = recompute
+        self.placement = looped(mesh.pp.size, virtual_stages) if placement is None else placement
+        self.home = {stage: rank for rank, own in enumerate(self.placement) for stage in own}
+        self.stages = len(self.home)
+        if len(self.placement) != mesh.pp.size or sorted(self.home) != list(range(self.stages)):
+            raise ValueError(f"placement {self.placement} is not one of pp={mesh.pp.size}: each stage from 0 on one rank")
         spans = stage_layers(len(blocks) - front - back, self.stages, layers_per_stage)
         self.stage_blocks = [blocks[span.start + front : span.stop + front] for span in spans]
         self.stage_blocks[0] = blocks[:front] + self.stage_blocks[0]
         self.stage_blocks[-1] = self.stage_blocks[-1] + blocks[len(blocks) - back :]
         self.owners = self._owners()
+        for parameter, ranks in self.owners.items():  # `mesh.ends` sums the gradients of such a parameter
+            if len(ranks) > 1 and set(ranks) != {0, mesh.pp.size - 1}:
+                raise ValueError(f"{parameter.name} is tied, on pipeline ranks {ranks[0]} and {ranks[1]}: the first and the last "
+                                 "stage have to be on one rank or on the first and the last, or the head not tied")
         self.catalogue = list(self.owners)
         names = [p.name for p in self.catalogue]
         assert len(set(names)) == len(names), "two parameters share a name"
@@ -104,8 +150,8 @@ class Model:
         return owners
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage: they go round, 0, 1, ... P - 1, 0, 1, ..."""
-        return stage % self.mesh.pp.size
+        """The pipeline rank that holds a stage."""
+        return self.home[stage]
 
     def allocate(self) -> "Model":
         """Give memory and initial values to the parameters of this rank; called once all sizes are known to fit."""
@@ -118,7 +164,7 @@ class Model:
         for stage, blocks in enumerate(self.stage_blocks):
             if self.rank_of(stage) == self.mesh.pp.rank:
                 last = stage == self.stages - 1
-                self.chunks[stage] = Chunk(blocks, first=stage == 0, last=last, dtype=self.dtype)
+                self.chunks[stage] = Chunk(blocks, first=stage == 0, last=last, dtype=self.dtype, recompute=self.recompute)
         return self
 
     def _check_memory(self) -> None:
@@ -150,6 +196,25 @@ class Model:
     def describe(self, stage: int) -> str:
         """What a stage holds, in words."""
         return " + ".join(summarise([str(block) for block in self.stage_blocks[stage]]))
+
+
+def count_bytes(value, *, but=None) -> int:
+    """Bytes of memory under all arrays in nested lists and tuples, shared memory counted once, without that of `but`."""
+    owners: dict[int, int] = {}
+
+    def visit(part):
+        if isinstance(part, np.ndarray):
+            while isinstance(part.base, np.ndarray):
+                part = part.base
+            owners[id(part)] = part.nbytes
+        elif isinstance(part, (list, tuple)):
+            for item in part:
+                visit(item)
+
+    visit(but)
+    skipped = set(owners)
+    visit(value)
+    return sum(size for owner, size in owners.items() if owner not in skipped)
 
 
 def summarise(names: list[str]) -> list[str]:

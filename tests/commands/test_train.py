@@ -164,11 +164,73 @@ def test_layers_spread_over_the_stages():
     (2, ["--pp", "2", "--schedule", "interleaved", "--layers", "3"], "at least 4 layers"),
     (1, ["--model", "mlp", "--layers", "2"], "--heads is an option of --model gpt"),
     (1, ["--eval-every", "5"], "--data random has none"),
+    (1, ["--model", "mlp", "--recompute", "attention"], "--recompute attention is an option of --model gpt"),
+    (1, ["--stage-delay", "0"], "--stage-delay 0.0 is not valid"),
+    (1, ["--trace", "/none/dir"], "can't be written"),
+    (1, ["--schedule", "2f2b"], "one of naive, gpipe, 1f1b"),
+    (2, ["--pp", "2", "--schedule", "zb-v", "--virtual-stages", "3", "--layers", "6"], "valid: chunks=2"),
 ])
 def test_more_user_errors(ranks, arguments, words):
     heads = ["--heads", "2"] if "mlp" in arguments else []
     job = run_job(ranks, ["-m", "mpipar.train", "--data", "random", *arguments, *heads])
     assert job.returncode == 2 and len(job.output.strip().splitlines()) == 1 and words in job.output, job.output
+
+
+def test_a_schedule_written_by_hand(tmp_path):
+    """Trains as the named schedule does: the V with its micro-batches in another order."""
+    file, metrics = tmp_path / "plan.csv", tmp_path / "metrics"
+    file.write_text("# a V of two ranks\n0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1\n")
+    losses = []
+    for schedule in (file, "1f1b"):
+        job = train(2, "--pp", 2, "--steps", 2, "--schedule", schedule, "--metrics", metrics)
+        assert job.returncode == 0, job.output
+        losses.append([e["loss"] for e in events(metrics, "step")])
+        if schedule == file:
+            assert events(metrics, "start")[0]["micro_batches"] == 2 and "pp: 8 messages" in job.stdout
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("text,words", [
+    ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "deadlock: rank 0 waits at 0B0 for 1B0, rank 1 waits at 1F1 for 0F1"),
+    ("0F0,0B0,0F1\n1F0,1B0,1F1,1B1", "0F1 has no backward: 0B1 is missing"),
+    ("0F0,0B0\n1B0,1F0", "1B0 comes before 1F0 on rank 1"),
+    ("0F0,0B0\n1F0,1X0", "line 2: '1X0' is not an action"),
+    ("0F0,0B0", "it needs --pp 1, not 2"),
+    (None, "can't be read"),
+])
+def test_a_wrong_schedule_is_refused_before_any_rank_computes(text, words, tmp_path):
+    file = tmp_path / "plan.csv"
+    if text is not None:
+        file.write_text(text)
+    job = train(2, "--pp", 2, "--steps", 2, "--schedule", file)
+    assert job.returncode == 2 and len(job.output.strip().splitlines()) == 1 and words in job.output, job.output
+
+
+def test_sleeping_stages_and_the_trace_of_the_last_step(tmp_path):
+    job = train(2, "--pp", 2, "--steps", 2, "--micro-batches", 4, "--stage-delay", 10, "--trace", tmp_path / "trace",
+                "--metrics", tmp_path / "metrics")
+    assert job.returncode == 0, job.output
+    assert "nothing is computed" in job.stdout and "rank 1 |" in job.stdout and "2 live (predicted 2)" in job.stdout
+    trace = json.loads((tmp_path / "trace" / "pipeline.json").read_text())["traceEvents"]
+    assert sum(event.get("cat") == "compute" for event in trace) == 2 * 2 * 4
+    bubble = events(tmp_path / "metrics", "end")[0]["bubble"]
+    assert bubble["predicted"] == pytest.approx(1 / 5) and 0.15 < bubble["last_step_measured"] < 0.9
+    job = train(4, "--pp", 2, "--dp", 2, "--tp", 1, "--steps", 1, "--trace", tmp_path / "trace")
+    assert {path.name for path in (tmp_path / "trace").glob("*.json")} == {
+        "pipeline.json", "pipeline-dp0.json", "pipeline-dp1.json"}
+
+
+def test_recomputed_activations_are_counted_and_change_nothing(tmp_path):
+    ends = []
+    for recompute in ("none", "attention", "full"):
+        job = train(2, "--pp", 2, "--steps", 2, "--recompute", recompute, "--metrics", tmp_path / recompute)
+        assert job.returncode == 0 and ("dropped and made again" in job.stdout) == (recompute != "none"), job.output
+        ends.append(events(tmp_path / recompute, "end")[0])
+    assert len({end["parameters_sha256"] for end in ends}) == 1
+    whole, *others = (end["activation_bytes"] for end in ends)
+    assert whole["dropped"] == [0, 0] and whole["held"][0] > 0
+    for less in others:
+        assert [h + d for h, d in zip(less["held"], less["dropped"])] == whole["held"] and min(less["dropped"]) > 0
 
 
 def test_what_is_not_a_metrics_file_is_not_replaced(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from mpipar.comm.mesh import Mesh
 from mpipar.commands.verify import BOUNDS, Options, compare, run
+from mpipar.parallel.pipeline.schedule import SCHEDULES, SEVERAL_CHUNKS
 
 LAYOUTS = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
            4: [(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)], 8: [(2, 2, 2), (1, 4, 2)]}
@@ -69,11 +70,27 @@ def test_every_layout_equals_one_rank_for_20_steps(comm, variant):
 
 
 @pytest.mark.mpi(np=[2, 4])
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"])
-def test_every_schedule_equals_one_rank(comm, schedule):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_equals_one_rank(comm, schedule, monkeypatch):
+    monkeypatch.setenv("MPIPAR_SYNC_SEND", "1")
     for variant in ("plain", "untied", "dropout"):
-        pp = 2 if schedule == "interleaved" else comm.size  # 4 layers make 2 stages on each of 2 ranks
+        pp = 2 if schedule in SEVERAL_CHUNKS else comm.size  # 4 layers make 2 stages on each of 2 ranks
         check(comm, variant, (comm.size // pp, 1, pp), schedule, steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi(np=[1, 2, 4], timeout=600)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_every_schedule_and_number_of_micro_batches_equals_one_rank(comm, schedule, tied, monkeypatch):
+    """All ranks in one pipeline, and where there are enough of them also with dp=2 and with tp=2."""
+    monkeypatch.setenv("MPIPAR_SYNC_SEND", "1")
+    shapes = [(1, 1, comm.size)] + [(2, 1, comm.size // 2), (1, 2, comm.size // 2)] * (comm.size > 1)
+    for micros in (1, 2, 3, 4, 8):
+        variant = f"8 layers, M={micros}, {'tied' if tied else 'untied'}"  # 2 stages on each of 4 ranks
+        VARIANTS[variant] = {"layers": 8, "tied": tied, "micro_batches": micros}
+        for shape in shapes:
+            check(comm, variant, shape, schedule, steps=2)
 
 
 @pytest.mark.mpi(np=2)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from mpipar.parallel.pipeline.check import check, check_programs, execution_order
 from mpipar.parallel.pipeline.messages import Program, Receive, Send, with_messages
-from mpipar.parallel.pipeline.schedule import SCHEDULES, Action, build, forward_only, parse_plan
+from mpipar.parallel.pipeline.schedule import ONE_CHUNK, SCHEDULES, Action, build, forward_only, parse_plan
+from tests.pipeline.plans import chunk_counts
 
 
 @pytest.mark.parametrize("text, message", [
@@ -81,7 +82,7 @@ def test_forward_only_is_asked_for():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from(["naive", "gpipe", "1f1b", "zero-bubble"]), st.integers(1, 5), st.integers(1, 8),
+@given(st.sampled_from(["naive", "gpipe", *sorted(ONE_CHUNK)]), st.integers(1, 5), st.integers(1, 8),
        st.randoms())
 def test_a_plan_with_one_action_less_or_twice_is_refused(name, ranks, micros, dice):
     for change in ("drop", "double"):
@@ -159,7 +160,7 @@ def test_wrong_programs(rank, edit, message):
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_the_order_of_execution_respects_the_data(name):
-    plan = build(name, 3, 4, 2 if name == "interleaved" else 1)
+    plan = build(name, 3, 4, chunk_counts(name)[0])
     order = [action for _, action in execution_order(with_messages(plan))]
     assert sorted(order) == sorted(action for actions in plan for action in actions)
     place = {action: index for index, action in enumerate(order)}

@@ -13,10 +13,10 @@ from mpipar.parallel.pipeline.run import run, run_forward
 from mpipar.parallel.pipeline.schedule import SCHEDULES, build, forward_only, parse_plan, placement
 from mpipar.parallel.pipeline.threaded import run_threads
 from tests.pipeline.model import Chunk, micro_batches, serial
+from tests.pipeline.plans import chunk_counts
 
 WIDTH = 6
-PLANS = [(name, chunks) for name in sorted(SCHEDULES)
-         for chunks in {"interleaved": (2, 3), "naive": (1, 2), "gpipe": (1, 2)}.get(name, (1,))]
+PLANS = [(name, chunks) for name in SCHEDULES for chunks in chunk_counts(name)[:2]]
 
 
 def compare(plan, stages, micros, dtype=np.float64, **options):
@@ -96,7 +96,7 @@ def test_float32_stays_float32():
     assert set(seen) == {None, np.dtype(np.float32)}
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "zero-bubble", "zb-h2"])
 def test_random_delays_change_nothing(name):
     delays = np.random.default_rng(3).uniform(0, 0.004, 1000)
     calls = iter(delays)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mpipar.parallel.pipeline.schedule import SCHEDULES, build, forward_only, parse_plan
 from mpipar.parallel.pipeline.simulate import Costs, bubble_formula, gantt, measured_costs, simulate
+from tests.pipeline.plans import chunk_counts
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -81,6 +82,37 @@ def test_zero_bubble(ranks, more):
     assert max(found.peak_live) == max(plain.peak_live) == ranks
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 24))
+def test_zb_h2_has_no_gap(ranks, more):
+    """From the first action of a rank to its last it never waits; with one micro-batch less than needed it does."""
+    costs, fewest = Costs(forward=1, input_grad=1, weight_grad=1), 2 * ranks - 1
+    found = simulate(build("zb-h2", ranks, fewest + more), costs)
+    assert found.longest_rank == 3 * (fewest + more)
+    assert found.makespan == found.longest_rank + ranks - 1
+    assert simulate(build("zero-bubble", ranks, fewest + more), costs).makespan == found.makespan
+    if ranks > 2:
+        assert simulate(build("zb-h2", ranks, fewest - 1), costs).longest_rank > 3 * (fewest - 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 24))
+def test_zb_v_has_half_the_bubble_of_zb_h1(ranks, more):
+    """With chunks of half a stage, and in 1F1B's memory: 2P chunks."""
+    micros, half = 2 * ranks + more, Fraction(1, 2)
+    found = simulate(build("zb-v", ranks, micros, 2), Costs(forward=half, input_grad=half, weight_grad=half))
+    assert found.longest_rank == 3 * micros
+    assert found.makespan == 3 * micros + half * (ranks - 1)
+    assert found.peak_live == (2 * ranks,) * ranks
+
+
+def test_eager_1f1b_hides_slow_messages():
+    """Messages as long as a forward: 1F1B waits for them in every turn, eager 1F1B only while it fills and drains."""
+    costs = Costs(forward=1, backward=1, alpha=1)
+    eager, plain = (simulate(build(name, 4, 16), costs).makespan for name in ("eager-1f1b", "1f1b"))
+    assert eager == 2 * (16 + 3) + 2 * 3 and plain > eager + 10
+
+
 @pytest.mark.parametrize("micros", range(1, 9))
 def test_zero_bubble_is_never_slower(micros):
     costs = Costs(forward=1, input_grad=1, weight_grad=1)
@@ -91,12 +123,13 @@ def test_zero_bubble_is_never_slower(micros):
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 12), st.randoms())
 def test_a_timeline_keeps_what_it_promises(name, ranks, micros, dice):
-    chunks = 2 if name == "interleaved" else 1
+    chunks = chunk_counts(name)[0]
     stages = ranks * chunks
     forward, backward = ([dice.randint(1, 9) for _ in range(stages)] for _ in "FB")
     costs = Costs(forward=forward, backward=backward, weight_grad=[time // 2 for time in backward],
                   alpha=dice.randint(0, 3), beta=1, message_bytes=[dice.randint(0, 2) for _ in range(stages)])
-    found = simulate(build(name, ranks, micros, chunks), costs)
+    plan = build(name, ranks, micros, chunks)
+    found, home = simulate(plan, costs), {action.stage: rank for rank, own in enumerate(plan) for action in own}
     ends = {action: end for timeline in found.timelines for action, _, end in timeline}
     starts = {action: start for timeline in found.timelines for action, start, _ in timeline}
     for timeline in found.timelines:
@@ -104,15 +137,15 @@ def test_a_timeline_keeps_what_it_promises(name, ranks, micros, dice):
     for action in starts:
         assert ends[action] - starts[action] == costs.of(action)
         if action.kind == "F" and action.stage > 0:
-            message = costs.message(action.stage - 1) if ranks > 1 else 0
+            message = costs.message(action.stage - 1) if home[action.stage] != home[action.stage - 1] else 0
             assert starts[action] >= ends[action._replace(stage=action.stage - 1)] + message
-    assert found.busy == tuple(micros * sum(forward[s] + backward[s] for s in range(rank, stages, ranks))
+    assert found.busy == tuple(micros * sum(forward[s] + backward[s] for s in range(stages) if home[s] == rank)
                                for rank in range(ranks))
     assert found.makespan == max(ends.values())
     # The critical path is the whole run: its actions and the messages between them, without a gap.
     path = found.critical_path
     waits = sum(costs.message(min(a.stage, b.stage)) for a, b in zip(path, path[1:])
-                if a.stage % ranks != b.stage % ranks)
+                if home[a.stage] != home[b.stage])
     assert starts[path[0]] == 0
     assert sum(map(costs.of, path)) + waits == found.makespan
 
@@ -137,7 +170,7 @@ def test_costs_of_the_halves():
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_measured_costs_of_a_prediction_predict_it_again(name):
-    plan = build(name, 3, 4, 2 if name == "interleaved" else 1)
+    plan = build(name, 3, 4, chunk_counts(name)[0])
     costs = Costs(forward=[1, 2, 3, 1, 2, 3], input_grad=[2, 2, 1, 2, 2, 1], weight_grad=[1, 0, 1, 1, 0, 1])
     found = simulate(plan, costs)
     again = simulate(plan, measured_costs(found.timelines))

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from mpipar.parallel.pipeline.messages import Receive, Send, message_of, source_of, target_of, with_messages
-from mpipar.parallel.pipeline.schedule import KINDS, Action, placement
+from mpipar.parallel.pipeline.schedule import KINDS, Action, parse_plan, placement
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,19 @@ def check(plan, *, stages=None, micro_batches=None, forward_only=False):
     """
     _check_complete(plan, stages, micro_batches, forward_only)
     return check_programs(with_messages(plan))
+
+
+def read_plan(path):
+    """The plan in a text file (see `schedule.parse_plan`), proved right by `check`; ValueError, one line, names the file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            plan = parse_plan(file.read())
+        check(plan)
+    except OSError as error:
+        raise ValueError(f"schedule {path!r} can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"schedule {path!r}: {error}") from None
+    return plan
 
 
 def check_programs(programs):

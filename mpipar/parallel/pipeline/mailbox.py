@@ -17,11 +17,12 @@ MPI.
 """
 
 import threading
+import time
 
 import numpy as np
 
-
 _TAGS = 32000
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 2e-4      # seconds between two looks of a patient mailbox
 
 
 class Buffers:
@@ -40,43 +41,23 @@ class Buffers:
         self._free.setdefault((array.shape, array.dtype), []).append(array)
 
 
-class GroupMailbox:
-    """Posted receives and non-blocking sends over a group (rank numbers are the group's).
+class Mailbox:
+    """What both mailboxes share: buffers that are used again, and the sends that are not done yet, by key."""
 
-    group: has `send_start(x, to, tag)` and `recv_start(out, source, tag)`, which return a pending operation
-    with `wait()` and `test()`. stages: number of stages in all, for the tags. A mailbox may serve any number
-    of runs.
-    """
-
-    def __init__(self, group, stages):
-        self._group = group
-        self._stages = stages
+    def __init__(self):
         self._buffers = Buffers()
         self._receives = {}
         self._sends = {}
         self._held = {}
 
-    def post(self, key, source, shape, dtype):
-        array = self._buffers.take(shape, dtype)
-        self._receives[key] = array, self._group.recv_start(array, source, self._tag(key))
-
-    def take(self, key):
-        array, pending = self._receives.pop(key)
-        pending.wait()
-        return array
-
-    def send(self, key, to, array):
-        array = np.ascontiguousarray(array)
-        self._sends[key] = array, self._group.send_start(array, to, self._tag(key))
-
     def settle(self, key):
         if key in self._sends:
-            self._sends.pop(key)[1].wait()
-            self._sent(key)
+            self._wait_for_send(self._sends[key], key)
+            self._forget(key)
 
     def progress(self):
-        for key in [key for key, (_, pending) in self._sends.items() if pending.test()]:
-            self.settle(key)
+        for key in [key for key, send in self._sends.items() if self._is_done(send)]:
+            self._forget(key)
 
     def release(self, array, after=None):
         if after in self._sends:
@@ -88,9 +69,54 @@ class GroupMailbox:
         for key in list(self._sends):
             self.settle(key)
 
-    def _sent(self, key):
+    def _forget(self, key):
+        del self._sends[key]
         for array in self._held.pop(key, ()):
             self._buffers.release(array)
+
+
+class GroupMailbox(Mailbox):
+    """Posted receives and non-blocking sends over a group (rank numbers are the group's).
+
+    group: has `send_start(x, to, tag)` and `recv_start(out, source, tag)`, which return a pending operation
+    with `wait()` and `test()`. stages: number of stages in all, for the tags. patient: wait asleep, looking
+    for the message now and then, which leaves the core to the other ranks; else as MPI does, which spins. A
+    mailbox may serve any number of runs.
+    """
+
+    def __init__(self, group, stages, *, patient=False):
+        super().__init__()
+        self._group = group
+        self._stages = stages
+        self._patient = patient
+
+    def post(self, key, source, shape, dtype):
+        array = self._buffers.take(shape, dtype)
+        self._receives[key] = array, self._group.recv_start(array, source, self._tag(key))
+
+    def take(self, key):
+        array, pending = self._receives.pop(key)
+        self._wait(pending)
+        return array
+
+    def send(self, key, to, array):
+        array = np.ascontiguousarray(array)
+        self._sends[key] = array, self._group.send_start(array, to, self._tag(key))
+
+    def _wait_for_send(self, send, key):
+        self._wait(send[1])
+
+    @staticmethod
+    def _is_done(send):
+        return send[1].test()
+
+    def _wait(self, pending):
+        if self._patient:
+            pause = _SHORTEST_PAUSE
+            while not pending.test():
+                time.sleep(pause)
+                pause = min(1.5 * pause, _LONGEST_PAUSE)
+        pending.wait()
 
     def _tag(self, key):
         stage, direction, micro_batch = key
@@ -108,26 +134,27 @@ class Exchange:
 
     def __init__(self, ranks, timeout=60.0):
         self.timeout = timeout
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
         self.failure = None
         self.offers = {}
         self.mailboxes = [ThreadMailbox(self, rank) for rank in range(ranks)]
 
     def fail(self, error):
         """Wake every waiting thread with a RuntimeError; called by the thread that failed."""
-        with self.changed:
+        with self.lock:
             self.failure = self.failure or error
-            self.changed.notify_all()
+            for mailbox in self.mailboxes:
+                mailbox.changed.notify()
 
-    def wait(self, ready, what):
-        """Wait, holding `changed`, until ready() is true."""
-        if not self.changed.wait_for(lambda: self.failure or ready(), self.timeout):
+    def wait(self, mailbox, ready, what):
+        """Wait, holding the lock, until ready() is true."""
+        if not mailbox.changed.wait_for(lambda: self.failure or ready(), self.timeout):
             raise TimeoutError(f"waited {self.timeout} s for {what}")
         if self.failure and not ready():
             raise RuntimeError(f"gave up waiting for {what}: another rank failed") from self.failure
 
 
-class ThreadMailbox:
+class ThreadMailbox(Mailbox):
     """The mailbox of one thread of an `Exchange`.
 
     Every send is synchronous: it is done when the receiver has taken the message, which copies the array, so
@@ -135,12 +162,10 @@ class ThreadMailbox:
     """
 
     def __init__(self, exchange, rank):
+        super().__init__()
         self._exchange = exchange
         self._rank = rank
-        self._buffers = Buffers()
-        self._receives = {}
-        self._sends = {}
-        self._held = {}
+        self.changed = threading.Condition(exchange.lock)      # something happened to a message of this rank
 
     def post(self, key, source, shape, dtype):
         self._receives[key] = self._buffers.take(shape, dtype), source
@@ -148,57 +173,34 @@ class ThreadMailbox:
     def take(self, key):
         array, source = self._receives.pop(key)
         name = (source, self._rank, key)
-        exchange = self._exchange
-        with exchange.changed:
-            exchange.wait(lambda: name in exchange.offers, f"message {_text(key)} from rank {source}")
-            sent = exchange.offers[name]
+        offers = self._exchange.offers
+        with self.changed:
+            self._exchange.wait(self, lambda: name in offers, f"message {_text(key)} from rank {source}")
+            sent = offers[name]
         if sent.shape != array.shape or sent.dtype != array.dtype:
             raise ValueError(f"message {_text(key)} from rank {source} is {sent.dtype}{list(sent.shape)}, "
                              f"rank {self._rank} expects {array.dtype}{list(array.shape)}")
         array[...] = sent
-        with exchange.changed:
-            del exchange.offers[name]
-            exchange.changed.notify_all()
+        with self.changed:
+            del offers[name]
+            self._exchange.mailboxes[source].changed.notify()
         return array
 
     def send(self, key, to, array):
         name = (self._rank, to, key)
         self._sends[key] = name
         exchange = self._exchange
-        with exchange.changed:
-            exchange.wait(lambda: name not in exchange.offers, f"rank {to} to take the last {_text(key)}")
+        with self.changed:
+            exchange.wait(self, lambda: name not in exchange.offers, f"rank {to} to take the last {_text(key)}")
             exchange.offers[name] = array
-            exchange.changed.notify_all()
+            exchange.mailboxes[to].changed.notify()
 
-    def settle(self, key):
-        if key not in self._sends:
-            return
-        name = self._sends[key]
-        exchange = self._exchange
-        with exchange.changed:
-            exchange.wait(lambda: name not in exchange.offers, f"rank {name[1]} to take {_text(key)}")
-        self._sent(key)
+    def _wait_for_send(self, name, key):
+        with self.changed:
+            self._exchange.wait(self, lambda: self._is_done(name), f"rank {name[1]} to take {_text(key)}")
 
-    def progress(self):
-        with self._exchange.changed:
-            done = [key for key, name in self._sends.items() if name not in self._exchange.offers]
-        for key in done:
-            self._sent(key)
-
-    def release(self, array, after=None):
-        if after in self._sends:
-            self._held.setdefault(after, []).append(array)
-        else:
-            self._buffers.release(array)
-
-    def finish(self):
-        for key in list(self._sends):
-            self.settle(key)
-
-    def _sent(self, key):
-        del self._sends[key]
-        for array in self._held.pop(key, ()):
-            self._buffers.release(array)
+    def _is_done(self, name):
+        return name not in self._exchange.offers
 
 
 def _text(key):

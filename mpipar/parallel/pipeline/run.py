@@ -29,13 +29,16 @@ class RunResult:
     """What one rank did.
 
     outputs: y of the last stage for each micro-batch, in their order (losses in training); empty on ranks
-    without the last stage. timeline: (action, start, end) in seconds on this process's `perf_counter`;
-    waiting is not in it. wall_seconds: of the whole run, waiting included. peak_live: largest number of
-    forwards whose backward (all of it, `W` included) had not ended. messages: number of messages sent.
+    without the last stage. timeline: (action, start, end) in seconds on this process's `perf_counter`; waiting
+    is not in it. communication: ("receive" or "send", action, start, end), the time that the action waited for its
+    message, or in which its message was handed over. wall_seconds: of the whole run, waiting included.
+    peak_live: largest number of forwards whose backward (all of it, `W` included) had not ended. messages:
+    number of messages sent.
     """
 
     outputs: list = field(default_factory=list)
     timeline: list = field(default_factory=list)
+    communication: list = field(default_factory=list)
     wall_seconds: float = 0.0
     peak_live: int = 0
     messages: int = 0
@@ -115,7 +118,9 @@ class _Execution:
                 self.act(instruction)
             elif isinstance(instruction, Send):
                 key = instruction[:3]
+                start = perf_counter()
                 self.mailbox.send(key, instruction.peer, self.outgoing.pop(key))
+                self.result.communication.append(("send", self.result.timeline[-1][0], start, perf_counter()))
                 self.result.messages += 1
             else:
                 self.post(instruction)
@@ -148,7 +153,9 @@ class _Execution:
         if source in self.local:
             given = self.local.pop(source)
         elif source is not None:
+            start = perf_counter()
             given = received = self.mailbox.take(source)
+            self.result.communication.append(("receive", action, start, perf_counter()))
         last = self.last[self.part(action)] is action
         if self.before is not None:
             self.before(action, last)

@@ -3,7 +3,8 @@
 A plan is a list with one entry a rank; the entry is the list of `Action`s of that rank, in order. `0F3` reads
 "stage 0, forward, micro-batch 3". With `chunks` (v) stages on each of P ranks there are P*v stages in all,
 numbered in the order in which a micro-batch travels through them; stage s sits on rank s % P ("looped"
-placement). A plan may place its stages otherwise: the placement is read off the plan itself (`placement`).
+placement). A plan may place its stages otherwise, as zb-v does: the placement is read off the plan itself
+(`placement`).
 Printing a plan needs no MPI:
 
     >>> print(format_plan(one_f_one_b(2, 3)))
@@ -67,18 +68,15 @@ def gpipe(stages, micro_batches, chunks=1):
 
 def one_f_one_b(stages, micro_batches, chunks=1):
     """Fill, then forward and backward in turn: GPipe's time, but only min(M, P-s) live on rank s."""
-    ranks, count, chunks = _sizes(stages, micro_batches, chunks)
-    _one_chunk("1f1b", chunks)
-    plan = []
-    for rank in range(ranks):
-        ahead = min(count, ranks - 1 - rank)
-        actions = [Action(rank, "F", micro) for micro in range(ahead)]
-        for micro in range(count):
-            if micro + ahead < count:
-                actions.append(Action(rank, "F", micro + ahead))
-            actions.append(Action(rank, "B", micro))
-        plan.append(actions)
-    return plan
+    return _in_turn("1f1b", stages, micro_batches, chunks, lambda ranks, rank: ranks - 1 - rank)
+
+
+def eager_one_f_one_b(stages, micro_batches, chunks=1):
+    """1F1B that fills twice as far ahead, so that slow messages pass while there is other work.
+
+    Rank s keeps min(M, 2(P-1-s)+1) live instead of min(M, P-s) (Zhuang et al., 2023).
+    """
+    return _in_turn("eager-1f1b", stages, micro_batches, chunks, lambda ranks, rank: 2 * (ranks - 1 - rank))
 
 
 def interleaved(stages, micro_batches, chunks=2):
@@ -116,33 +114,61 @@ def zero_bubble(stages, micro_batches, chunks=1):
     Rank s runs the W of a micro-batch s turns after its I. With F = I = W the bubble is a third of 1F1B's if
     M >= P, and at most P micro-batches are live, as on the first rank of 1F1B (Qi et al., 2023).
     """
+    return _in_turn("zero-bubble", stages, micro_batches, chunks,
+                    lambda ranks, rank: ranks - 1 - rank, lambda ranks, rank: rank)
+
+
+def zero_bubble_2(stages, micro_batches, chunks=1):
+    """ZB-H2: fills twice as far ahead as ZB-H1, so that no rank idles between its first and its last action.
+
+    That holds for F = I = W and M >= 2P-1, with 2P-1 micro-batches live. Rank s then works from s to s+3M: the
+    step takes as long as ZB-H1's if all ranks wait for each other after it, as they do for the gradient's norm,
+    and is shorter only where each rank goes on to the next step by itself (Qi et al., 2023).
+    """
+    return _in_turn("zb-h2", stages, micro_batches, chunks,
+                    lambda ranks, rank: 2 * (ranks - 1 - rank), lambda ranks, rank: 2 * rank)
+
+
+def zero_bubble_v(stages, micro_batches, chunks=2):
+    """ZB-V: a split backward over two chunks a rank that form a V: rank s has the stages s and 2P-1-s.
+
+    The last stage sits on the first rank, so backward begins there at once. With F = I = W (of a chunk) and
+    M >= 2P rank s works without a gap from s to s+6M: half of ZB-H1's bubble. 2P chunks are live on every rank,
+    the memory of 1F1B's first (Qi et al., 2023). With less than 2P micro-batches it is the plan for 2P without
+    the micro-batches that there are not (see `interleaved`).
+    """
     ranks, count, chunks = _sizes(stages, micro_batches, chunks)
-    _one_chunk("zero-bubble", chunks)
+    if chunks != 2:
+        raise ValueError(f"schedule zb-v has two chunks a rank, not {chunks}; valid: chunks=2")
+    full = max(count, 2 * ranks)
     plan = []
     for rank in range(ranks):
-        ahead = min(count, ranks - 1 - rank)
-        actions = [Action(rank, "F", micro) for micro in range(ahead)]
-        for micro in range(count):
-            if micro + ahead < count:
-                actions.append(Action(rank, "F", micro + ahead))
-            actions.append(Action(rank, "I", micro))
-            if micro >= rank:
-                actions.append(Action(rank, "W", micro - rank))
-        actions += [Action(rank, "W", micro) for micro in range(max(0, count - rank), count)]
-        plan.append(actions)
+        out, back = ([(stage, kind) for kind in "FIW"] for stage in (rank, 2 * ranks - 1 - rank))
+        ahead = 2 * ranks - rank - 1            # forwards on the way out before the first backward of that stage
+        turns = out[:1] * (2 * (ranks - rank) - 1) + [back[0], out[0]] * rank + back * (ranks - rank)
+        turns += (out + back) * (full - ahead) + (out[1:] + back) * (ahead - ranks)
+        turns += [out[1], back[1]] * rank + out[1:] * (ranks - rank) + [back[2]] * rank + [out[2]] * rank
+        plan.append(_numbered(turns, count))
     return plan
 
 
 def forward_only(stages, micro_batches, chunks=1):
     """Forwards alone, for evaluation and generation; a micro-batch is sent on as soon as it is done."""
     ranks, count, chunks = _sizes(stages, micro_batches, chunks)
-    return [[Action(stage, "F", micro)
-             for stage in range(rank, ranks * chunks, ranks) for micro in range(count)]
-            for rank in range(ranks)]
+    return forwards(looped(ranks, chunks), count)
 
 
-SCHEDULES = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved,
-             "zero-bubble": zero_bubble}
+def forwards(placed, micro_batches):
+    """`forward_only` for stages placed in any way; placed: the stages of each rank, see `placement`."""
+    return [[Action(stage, "F", micro) for stage in sorted(own) for micro in range(micro_batches)]
+            for own in placed]
+
+
+SCHEDULES = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "eager-1f1b": eager_one_f_one_b,
+             "interleaved": interleaved, "zero-bubble": zero_bubble, "zb-h2": zero_bubble_2,
+             "zb-v": zero_bubble_v}
+SEVERAL_CHUNKS = {"interleaved", "zb-v"}        # two a rank, if nothing else is said
+ONE_CHUNK = {"1f1b", "eager-1f1b", "zero-bubble", "zb-h2"}
 
 
 def build(name, stages, micro_batches, chunks=1):
@@ -150,6 +176,11 @@ def build(name, stages, micro_batches, chunks=1):
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}; valid: {', '.join(SCHEDULES)}")
     return SCHEDULES[name](stages, micro_batches, chunks)
+
+
+def looped(ranks, chunks=1):
+    """The placement of all schedules but zb-v: stage s on rank s % P."""
+    return [list(range(rank, ranks * chunks, ranks)) for rank in range(ranks)]
 
 
 def placement(plan):
@@ -192,9 +223,39 @@ def _parse_action(word, line):
     return Action(int(match[1]), match[2], int(match[3]))
 
 
-def _one_chunk(name, chunks):
+def _in_turn(name, stages, micro_batches, chunks, ahead, delay=None):
+    """The schedules of one chunk that fill and then alternate forward and backward.
+
+    ahead(P, s): forwards of rank s before its first turn. A turn is F and B, or F, I, W where `delay` is given:
+    the W is that of the micro-batch delay(P, s) turns before.
+    """
+    ranks, count, chunks = _sizes(stages, micro_batches, chunks)
     if chunks != 1:
         raise ValueError(f"schedule {name} has one chunk a rank, not {chunks}; valid: chunks=1")
+    plan = []
+    for rank in range(ranks):
+        filled = min(count, ahead(ranks, rank))
+        turns = ["F"] * filled
+        for micro in range(count):
+            turns += ["F"] * (micro + filled < count)
+            if delay is None:
+                turns.append("B")
+            else:
+                turns += ["I", "W"] if micro >= delay(ranks, rank) else ["I"]
+        if delay is not None:
+            turns += ["W"] * min(count, delay(ranks, rank))
+        plan.append(_numbered([(rank, kind) for kind in turns], count))
+    return plan
+
+
+def _numbered(turns, count):
+    """The actions of (stage, kind) pairs, the n-th of equal ones for micro-batch n, without those past `count`."""
+    seen, actions = {}, []
+    for stage, kind in turns:
+        micro = seen[stage, kind] = seen.get((stage, kind), -1) + 1
+        if micro < count:
+            actions.append(Action(stage, kind, micro))
+    return actions
 
 
 def _sizes(stages, micro_batches, chunks):

@@ -58,24 +58,27 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """The timeline of a plan.
+class Timelines:
+    """What all ranks do in one run, predicted or measured.
 
-    timelines: for each rank a list of (action, start, end). makespan: end of the last action. busy: for each
-    rank the sum of its actions. peak_live: for each rank, see `check.live_activations`. critical_path:
-    actions, each of which had to wait for the one before it, the last being the end of the run.
+    timelines: for each rank a list of (action, start, end), from time 0. makespan: end of the last action.
+    busy: for each rank the sum of its actions. peak_live: for each rank, see `check.live_activations`.
     """
 
     timelines: tuple
     makespan: object
     busy: tuple
     peak_live: tuple
-    critical_path: tuple
 
     @property
     def idle(self):
         """Time that all ranks together do not compute."""
         return len(self.busy) * self.makespan - sum(self.busy)
+
+    @property
+    def longest_rank(self):
+        """The longest time that one rank takes from the start of its first action to the end of its last."""
+        return max(timeline[-1][2] - timeline[0][1] for timeline in self.timelines if timeline)
 
     @property
     def bubble(self):
@@ -91,6 +94,14 @@ class Prediction:
     def utilisation(self):
         """Share of the wall time in which ranks compute, 1 - bubble."""
         return _ratio(sum(self.busy), len(self.busy) * self.makespan)
+
+
+@dataclass(frozen=True)
+class Prediction(Timelines):
+    """The timeline of a plan. critical_path: actions, each of which had to wait for the one before it, the last
+    being the end of the run."""
+
+    critical_path: tuple
 
 
 def simulate(plan, costs=Costs()):
