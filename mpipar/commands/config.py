@@ -22,7 +22,7 @@ else:
     import tomli as tomllib
 
 LATER = {
-    "experts", "ep", "cp", "zero", "comm", "overlap", "no-overlap", "recompute", "checkpoint",
+    "experts", "ep", "cp", "comm", "overlap", "no-overlap", "recompute", "checkpoint",
     "save-every", "keep", "resume", "trace",
 }  # fixed names of things that don't exist yet: refused by name, never ignored
 
@@ -66,6 +66,8 @@ class Config:
     """Stages on each pipeline rank [default: 2 for interleaved, else 1]."""
     layers_per_stage: str | None = None
     """Layers of each stage, such as 3,2,2 [default: as even as possible, the first stages one more]."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What the replicas divide: 1 the optimizer's state, 2 the gradients too, 3 the parameters too."""
     global_batch: int | None = None
     """Samples of a step over all replicas [default: 16 for gpt, 128 for mlp, or the next number that dp divides]."""
     steps: int = 400

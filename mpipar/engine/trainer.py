@@ -10,6 +10,7 @@ import numpy as np
 from mpipar.comm.fault import inject
 from mpipar.comm.guard import stop_requested
 from mpipar.data.batch import Batch
+from mpipar.engine.divided import Optimizer, divide
 from mpipar.engine.gradients import Gradients
 from mpipar.engine.optimizer import SGD, AdamW
 from mpipar.models.model import MicroBatch, Model
@@ -20,6 +21,7 @@ from mpipar.parallel.pipeline.mailbox import GroupMailbox
 from mpipar.parallel.pipeline.messages import with_messages
 from mpipar.parallel.pipeline.run import RunResult, run, run_forward
 from mpipar.parallel.pipeline.schedule import build, forward_only
+from mpipar.parallel.zero import check_stage
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,12 @@ class Trainer:
 
     optimizer: AdamW or SGD. schedule: a name in `schedule.SCHEDULES`. micro_batches: into how many parts each replica cuts its
     rows, as even as possible. clip: largest norm of the gradient, 0 for no limit. learning_rate: a function of the
-    step (from 1), default the optimizer's own lr. ValueError for a schedule that doesn't exist or sizes below 1.
+    step (from 1), default the optimizer's own lr. zero: what the replicas divide, see parallel/zero.py.
+    ValueError for a schedule or a stage of ZeRO that doesn't exist or sizes below 1.
     """
 
     def __init__(self, model: Model, optimizer: AdamW | SGD | None = None, *, mesh=None, schedule="1f1b",
-                 micro_batches=1, clip=0.0, learning_rate=None):
+                 micro_batches=1, clip=0.0, learning_rate=None, zero=0):
         optimizer = AdamW() if optimizer is None else optimizer
         mesh = model.mesh if mesh is None else mesh
         if mesh is not model.mesh:
@@ -59,7 +62,9 @@ class Trainer:
         self.program = with_messages(self.plan)[mesh.pp.rank]
         self.forward_program = with_messages(forward_only(mesh.pp.size, micro_batches, model.virtual_stages))[mesh.pp.rank]
         self.mailbox = GroupMailbox(mesh.pp, model.stages)
-        self.optimizer = optimizer.start(model.buffers)
+        check_stage(zero)
+        divide(model, zero)
+        self.optimizer = Optimizer(optimizer, model)
         self.gradients = Gradients(model)
         self.steps_done = 0
         self.last_run: RunResult | None = None
