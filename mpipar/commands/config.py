@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import tyro
 
 from mpipar.comm import launcher
+from mpipar.parallel.deterministic import check_deterministic
 from mpipar.parallel.pipeline.schedule import build
 
 if sys.version_info >= (3, 11):
@@ -102,6 +103,8 @@ class Config:
     """Global batches of an evaluation; 0: never evaluate."""
     generate: int = 200
     """Bytes of text to generate at the end (gpt on text); 0: none."""
+    deterministic: bool = False
+    """Sum in an order that doesn't depend on dp: dp 1, 2, 4, ... with the same dp x --micro-batches give the same bits."""
     gemm: Literal["numba", "blas"] = "numba"
     """Matrix products by mpipar's kernel, or by NumPy's BLAS."""
     threads: int | None = None
@@ -154,6 +157,7 @@ class Config:
         if self.global_batch % self.dp:
             valid = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
             raise ValueError(f"--global-batch {self.global_batch} is not divisible by dp={self.dp}: dp can be one of {valid}")
+        check_deterministic(self.deterministic, self.zero, self.dp)
         rows = self.global_batch // self.dp
         if self.micro_batches > rows:
             raise ValueError(f"--micro-batches {self.micro_batches} is more than the {rows} rows of a replica: at most {rows}")

@@ -10,14 +10,20 @@ from mpipar.kernels.loss import sum_squares
 from mpipar.models.model import Model
 from mpipar.nn.parameter import Parameter
 from mpipar.parallel.data import GradientReducer
+from mpipar.parallel.deterministic import TreeReducer
 
 
 class Gradients:
     """The gradients of one rank between backward and the optimizer: whole, or this replica's part under ZeRO."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, *, micro_batches: int = 1, deterministic: bool = False):
         self.model = model
-        self.reducer = GradientReducer(model.buffers.grad, model.mesh.dp) if model.zero is None else model.zero
+        if model.zero is not None:
+            self.reducer = model.zero
+        elif deterministic:
+            self.reducer = TreeReducer(model.buffers, model.mesh.dp, micro_batches, len(model.chunks))
+        else:
+            self.reducer = GradientReducer(model.buffers.grad, model.mesh.dp)
         whole_elsewhere = model.zero is None and model.mesh.dp.rank > 0
         self.counted = [] if whole_elsewhere else [p for p in model.parameters if model.counts_here(p)]
 

@@ -16,6 +16,8 @@ class GradientReducer:
         self.gradients = gradients
         self.group = group
 
+    before = after = None  # nothing to do around the actions of the schedule
+
     def clear(self) -> None:
         """All gradients zero, before the first micro-batch."""
         self.gradients[:] = 0

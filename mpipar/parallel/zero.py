@@ -117,6 +117,8 @@ class Zero:
     values already, else the seed to draw them with.
     """
 
+    before = after = None  # nothing to do around the actions of the schedule: the blocks do it
+
     def __init__(self, stage: int, buffers: FlatBuffers, chunks: dict[int, list[Layer]], tied, group, *, seed=None):
         check_stage(stage)
         self.stage, self.buffers, self.group = stage, buffers, group
