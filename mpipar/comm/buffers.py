@@ -74,6 +74,11 @@ def chunks(x, limit):
     return [flat[start:stop] for start, stop in zip(ends, ends[1:])]
 
 
+def begin_together(a, b):
+    """True where two arrays begin at the same address (also empty ones, as parts of a third may be)."""
+    return a.__array_interface__["data"][0] == b.__array_interface__["data"][0]
+
+
 def with_length(shape, axis, length):
     """The shape with `length` along `axis`."""
     return shape[:axis] + (length,) + shape[axis + 1:]

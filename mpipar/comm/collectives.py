@@ -99,12 +99,15 @@ def all_gather(group, x, axis, sizes, out):
     received = out.reshape(-1) if direct else np.empty(out.size, x.dtype)
     message, target = buffers.wire(buffers.packed(x)), buffers.wire(received)
     lengths = buffers.counts(shape, axis, sizes)
+    places = buffers.offsets(lengths)
+    if buffers.begin_together(message, target[places[group.rank]:places[group.rank + 1]]):
+        message = group.mpi.IN_PLACE                    # this rank's part stands in `out` already
     if out.size == 0:
         calls = ()
     elif group.limit is not None and out.size > group.limit:
         # One broadcast per rank, in chunks: no displacement then exceeds what the library can count.
-        places = buffers.offsets(lengths)
-        target[places[group.rank]:places[group.rank + 1]] = message.reshape(-1)
+        if message is not group.mpi.IN_PLACE:
+            target[places[group.rank]:places[group.rank + 1]] = message.reshape(-1)
         calls = [("Bcast", (part, root)) for root in range(group.size)
                  for part in buffers.chunks(target[places[root]:places[root + 1]], group.limit)]
     elif min(sizes) == max(sizes):
@@ -130,6 +133,10 @@ def reduce_scatter(group, x, axis, op, sizes, out):
     lengths = buffers.counts(x.shape, axis, sizes)
     even = min(sizes) == max(sizes)
     operation = group.mpi.OPERATIONS[op]
+    small = group.limit is None or x.size <= group.limit
+    places = buffers.offsets(lengths)
+    if small and x.size and buffers.begin_together(received, message[places[rank]:places[rank + 1]]):
+        return _reduce_scatter_in_place(group, x, out, message, lengths, places, op)
 
     def call(part, target, lengths):
         if even:
@@ -138,7 +145,7 @@ def reduce_scatter(group, x, axis, op, sizes, out):
 
     if x.size == 0:
         calls = ()
-    elif group.limit is None or x.size <= group.limit:
+    elif small:
         calls = [call(message, buffers.wire(received), lengths)]
     else:
         calls = _reduce_scatter_rounds(
@@ -150,6 +157,23 @@ def reduce_scatter(group, x, axis, op, sizes, out):
     elif received is not out:
         finish = partial(np.copyto, out, received)
     return Plan("reduce_scatter", out, calls, finish, x.nbytes, x.nbytes * (ranks - 1) // ranks)
+
+
+def _reduce_scatter_in_place(group, x, out, message, lengths, places, op):
+    """`out` is this rank's part of x: MPI leaves the result at the beginning of x, from where it is moved there.
+
+    The other parts of x are undefined afterwards.
+    """
+    mpi, rank = group.mpi, group.rank
+    arguments = mpi.IN_PLACE, message, lengths, mpi.OPERATIONS[op]
+    result = message[:lengths[rank]].reshape(out.shape)
+    finish = None
+    if op == "mean":
+        finish = partial(np.divide, result, group.size, out=out)
+    elif places[rank]:
+        finish = partial(np.copyto, out, result)
+    sent = x.nbytes * (group.size - 1) // group.size
+    return Plan("reduce_scatter", out, [("Reduce_scatter", arguments)], finish, x.nbytes, sent)
 
 
 def _reduce_scatter_rounds(message, target, lengths, limit, call):

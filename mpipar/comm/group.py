@@ -66,7 +66,7 @@ class Group:
         """All ranks' parts, joined along `axis` in the order of the ranks, on every rank.
 
         The parts have one shape, or lengths `sizes` (one a rank, the same list everywhere) along the axis.
-        Into `out` where it is given, else a new array.
+        Into `out` where it is given, else a new array. x may be this rank's part of `out`: nothing is copied then.
         """
         return self._run(collectives.all_gather(self, x, axis, sizes, out))
 
@@ -74,6 +74,7 @@ class Group:
         """The sum (mean, ...) of x over the ranks, cut along `axis`: rank i returns part i.
 
         x is left as it is. The parts are equal (ValueError if the length does not divide), or as `sizes` says.
+        `out` may be this rank's part of x: the other parts of x are then undefined afterwards.
         """
         return self._run(collectives.reduce_scatter(self, x, axis, op, sizes, out))
 

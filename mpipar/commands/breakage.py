@@ -5,6 +5,7 @@ A damage is a function that changes one trainer from outside; the code that trai
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 from mpipar.comm.mesh import Mesh
@@ -14,13 +15,41 @@ from mpipar.models.gpt import TransformerBlock
 
 def blocks_of(trainer: Trainer) -> list[TransformerBlock]:
     """The transformer blocks of this rank."""
-    blocks = [b for chunk in trainer.model.chunks.values() for b in chunk.blocks]
+    blocks = [getattr(b, "block", b) for chunk in trainer.model.chunks.values() for b in chunk.blocks]
     return [b for b in blocks if isinstance(b, TransformerBlock)]
 
 
 def gradient_sync(trainer):
-    """The replicas don't sum their gradients."""
-    trainer.gradients.reducer.finish = lambda: None
+    """The replicas don't sum their gradients; under ZeRO each keeps its part of its own."""
+    if trainer.model.zero is None:
+        trainer.gradients.reducer.finish = lambda: None
+    else:
+        deaf_group(trainer).reduce_scatter = lambda x, sizes, out: out
+
+
+def deaf_group(trainer):
+    """A copy of the replicas' group for ZeRO alone, to be damaged."""
+    zero = trainer.model.zero
+    zero.group = copy.copy(zero.group)
+    return zero.group
+
+
+def zero_gather(trainer):
+    """Under ZeRO no replica is told what the others have updated."""
+    zero = trainer.model.zero
+    if zero is None:
+        return
+    if zero.stage < 3:
+        zero.publish = lambda: None
+        return
+    known = {}
+
+    def stale(unit):
+        if id(unit) not in known:
+            known[id(unit)] = trainer.mesh.dp.all_gather(unit.data, sizes=unit.sizes)
+        unit.attach("data", known[id(unit)])
+
+    zero.fetch, zero.prefetch, zero.free = stale, lambda unit: None, lambda unit: None
 
 
 def tied_sync(trainer):
@@ -67,8 +96,12 @@ def same_data(trainer):
 
 def initial_seed(trainer):
     """Each rank draws its initial values with a seed of its own."""
+    seed = trainer.model.seed + 1 + trainer.mesh.rank
+    if trainer.model.zero is not None:
+        trainer.model.zero.initialise(seed)
+        return
     for parameter in trainer.model.parameters:
-        parameter.initialise(trainer.model.seed + 1 + trainer.mesh.rank)
+        parameter.initialise(seed)
 
 
 def positions(trainer):
@@ -79,13 +112,14 @@ def positions(trainer):
         reduce()
         for parameter in trainer.model.parameters:
             if parameter.name == "embedding.positions":
-                parameter.grad[:] = 0
+                trainer.gradients.own(parameter)[:] = 0
 
     trainer.gradients.reduce = forget
 
 
 BREAKS = {
     "gradient-sync": gradient_sync,
+    "zero-gather": zero_gather,
     "tied-sync": tied_sync,
     "residual": residual,
     "column-sum": column_sum,

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import tyro
 
 from mpipar.comm import launcher
+from mpipar.parallel.deterministic import check_deterministic
 from mpipar.parallel.pipeline.check import read_plan
 from mpipar.parallel.pipeline.schedule import ONE_CHUNK, SCHEDULES, SEVERAL_CHUNKS, Plan, build
 
@@ -24,7 +25,7 @@ else:
     import tomli as tomllib
 
 LATER = {
-    "experts", "ep", "cp", "zero", "comm", "overlap", "no-overlap", "checkpoint",
+    "experts", "ep", "cp", "comm", "overlap", "no-overlap", "checkpoint",
     "save-every", "keep", "resume",
 }  # fixed names of things that don't exist yet: refused by name, never ignored
 
@@ -71,6 +72,8 @@ class Config:
     """Activations to drop in forward and make again in backward: those of attention (gpt), or all of a layer but its input."""
     layers_per_stage: str | None = None
     """Layers of each stage, such as 3,2,2 [default: as even as possible, the first stages one more]."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What the replicas divide: 1 the optimizer's state, 2 the gradients too, 3 the parameters too."""
     global_batch: int | None = None
     """Samples of a step over all replicas [default: 16 for gpt, 128 for mlp, or the next number that dp divides]."""
     steps: int = 400
@@ -105,6 +108,8 @@ class Config:
     """Global batches of an evaluation; 0: never evaluate."""
     generate: int = 200
     """Bytes of text to generate at the end (gpt on text); 0: none."""
+    deterministic: bool = False
+    """Sum in an order that doesn't depend on dp: dp 1, 2, 4, ... with the same dp x --micro-batches give the same bits."""
     gemm: Literal["numba", "blas"] = "numba"
     """Matrix products by mpipar's kernel, or by NumPy's BLAS."""
     threads: int | None = None
@@ -165,6 +170,7 @@ class Config:
         if self.global_batch % self.dp:
             valid = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
             raise ValueError(f"--global-batch {self.global_batch} is not divisible by dp={self.dp}: dp can be one of {valid}")
+        check_deterministic(self.deterministic, self.zero, self.dp)
         rows = self.global_batch // self.dp
         if self.micro_batches > rows:
             raise ValueError(f"--micro-batches {self.micro_batches} is more than the {rows} rows of a replica: at most {rows}")

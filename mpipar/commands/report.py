@@ -14,7 +14,7 @@ def rank_parameters(model: Model, pp_rank: int, tp_rank: int) -> int:
     return sum(math.prod(p.shape(tp_rank)) for p, owners in model.owners.items() if pp_rank in owners)
 
 
-def plan_lines(model: Model, *, batch: int, micro_batches: int, schedule: str, threads: int, gemm: str) -> list[str]:
+def plan_lines(model: Model, *, batch: int, micro_batches: int, schedule: str, threads: int, gemm: str, zero: int = 0) -> list[str]:
     """Who holds what, how much, and which messages a step sends."""
     mesh = model.mesh
     shape = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh.order)
@@ -33,7 +33,7 @@ def plan_lines(model: Model, *, batch: int, micro_batches: int, schedule: str, t
             ranks = [r for r in range(mesh.size) if coordinates(mesh, r) == (pp_rank, tp_rank)]
             held = rank_parameters(model, pp_rank, tp_rank)
             lines.append(f"  ranks {','.join(map(str, ranks)):<8} {where}: {model.describe(stage)}, {held:,} parameters")
-    return lines + message_lines(model, batch=batch, micro_batches=micro_batches)
+    return lines + message_lines(model, batch=batch, micro_batches=micro_batches, zero=zero)
 
 
 def count(number: int, thing: str) -> str:
@@ -50,7 +50,15 @@ def coordinates(mesh, rank: int) -> tuple[int, int]:
     return found["pp"], found["tp"]
 
 
-def message_lines(model: Model, *, batch: int, micro_batches: int) -> list[str]:
+DP_MESSAGES = (
+    "1 all-reduce of the gradients",
+    "reduce-scatter of the gradients and all-gather of the parameters (ZeRO 1)",
+    "reduce-scatter of the gradients each micro-batch and all-gather of the parameters (ZeRO 2)",
+    "all-gather of the parameters, twice, and reduce-scatter of the gradients each micro-batch (ZeRO 3)",
+)
+
+
+def message_lines(model: Model, *, batch: int, micro_batches: int, zero: int = 0) -> list[str]:
     """The messages of a step, by axis."""
     mesh, item, lines = model.mesh, model.dtype.itemsize, []
     rows = -(-batch // mesh.dp.size // micro_batches)
@@ -64,7 +72,7 @@ def message_lines(model: Model, *, batch: int, micro_batches: int) -> list[str]:
         lines.append(f"  pp: {2 * micro_batches * crossings} messages a replica and tp rank, up to {rows * width * item:,} bytes each")
     if mesh.dp.size > 1:
         most = max(rank_parameters(model, p, t) for p in range(mesh.pp.size) for t in range(mesh.tp.size))
-        lines.append(f"  dp: 1 all-reduce of the gradients, {most * item:,} bytes on the fullest rank")
+        lines.append(f"  dp: {DP_MESSAGES[zero]}, {most * item:,} bytes on the fullest rank")
     return ["messages of a step" + (":" if lines else ": none, one rank holds all")] + lines
 
 

@@ -76,7 +76,7 @@ def set_up(arguments: list[str]) -> Run:
         model = build_model(config, mesh)
         if mesh.is_root and not config.quiet and is_cold():
             print("compiling the kernels: once for this machine, up to a minute", flush=True)
-        model.allocate()
+        model.allocate(zero=config.zero)
         if config.stage_delay is not None:
             model.chunks = sleeping_chunks(model.stage_blocks, model.placement, mesh.pp.rank, config.stage_delay / 1e3, model.dtype)
         kind = AdamW if config.optimizer == "adamw" else SGD
@@ -84,7 +84,7 @@ def set_up(arguments: list[str]) -> Run:
         trainer = Trainer(
             model, kind(lr=config.lr, weight_decay=config.weight_decay, **options), schedule=config.plan(),
             micro_batches=config.micro_batches, clip=config.clip,
-            learning_rate=Cosine(config.lr, config.warmup, config.steps, config.lr_min),
+            learning_rate=Cosine(config.lr, config.warmup, config.steps, config.lr_min), zero=config.zero,
         )
         metrics = MetricsFile(config.metrics, active=mesh.is_root)
     return Run(config, mesh, train_source, held_out, trainer, metrics, prompt)
@@ -152,7 +152,7 @@ def train(run: Run) -> int:
                   "losses are 0 and the weights mean nothing")
         print("\n".join(plan_lines(
             trainer.model, batch=config.global_batch, micro_batches=config.micro_batches, schedule=config.schedule,
-            threads=settings.threads, gemm=settings.gemm)), flush=True)
+            threads=settings.threads, gemm=settings.gemm, zero=config.zero)), flush=True)
     write_start(run)
     first = run.train.batch(1)
     unit = "tokens" if first.tokens else "samples"
@@ -228,11 +228,17 @@ def write_start(run: Run) -> None:
     )
 
 
+def held_bytes(trainer: Trainer) -> dict[str, list[int]]:
+    """Bytes that every rank holds between steps, of parameters, gradients and the optimizer's state; collective."""
+    mine = trainer.optimizer.held_bytes()
+    return {name: trainer.mesh.world.all_gather(np.array([size])).tolist() for name, size in mine.items()}
+
+
 def write_end(run: Run, throughput: Throughput, bubble: BubbleMeter, sent: dict, unit: str, final, speak: bool) -> None:
     """The last line of the metrics file, and the same in short on the screen; collective."""
     trainer, mesh = run.trainer, run.mesh
     digest = parameters_sha256(trainer.model)
-    memory = peak_rss_bytes(mesh.world)
+    memory, held = peak_rss_bytes(mesh.world), held_bytes(trainer)
     activations = activation_bytes(trainer)
     measured = bubble.measured(mesh.pp)
     last_step = gather(trainer.last_run, mesh.pp) if trainer.last_run else None  # on the first stage of each pipeline
@@ -240,7 +246,7 @@ def write_end(run: Run, throughput: Throughput, bubble: BubbleMeter, sent: dict,
     run.metrics.write(
         "end", steps=trainer.steps_done, parameters=trainer.model.global_parameters, parameters_sha256=digest,
         eval_loss=final, median_step_time_s=throughput.median_time(), warmup_steps_excluded=throughput.excluded,
-        **{f"median_{unit}_per_s": throughput.median_rate()}, peak_rss_bytes=memory, bytes_sent=sent,
+        **{f"median_{unit}_per_s": throughput.median_rate()}, peak_rss_bytes=memory, held_bytes=held, bytes_sent=sent,
         activation_bytes=activations,
         bubble={"measured": measured, "predicted": predicted_bubble(trainer.plan), "last_step_measured": last_step and last_step.bubble,
                 "last_step_simulated": simulated},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import product
 from typing import Annotated
 
 import numpy as np
@@ -29,6 +30,7 @@ from mpipar.kernels.settings import settings
 from mpipar.kernels.threads import limit_threads
 from mpipar.models.gpt import GPT
 from mpipar.parallel.pipeline.schedule import SCHEDULES, SEVERAL_CHUNKS, build, placement
+from mpipar.parallel.zero import STAGES
 
 BOUNDS = {"first loss": 1e-12, "losses": 1e-9, "norms": 1e-9, "gradients": 1e-10, "weights": 1e-9}
 
@@ -53,6 +55,8 @@ class Options:
     """Dropout probability."""
     clip: float = 1.0
     """Largest norm of the gradient; 0: no clipping."""
+    zero: str = "0,1,2,3"
+    """Stages of ZeRO to try where there are replicas."""
     break_: Annotated[str | None, tyro.conf.arg(name="break", metavar="WHAT")] = None
     """Switch a piece off in the parallel runs; a wrong name lists the right ones. Exit code 1 says that it was noticed."""
     json: str | None = None
@@ -69,7 +73,15 @@ class Options:
             raise ValueError(f"--vocab {self.vocab} is not valid: it must be at least 4")
         if not 0 <= self.dropout < 1 or not self.clip >= 0:
             raise ValueError(f"--dropout {self.dropout} --clip {self.clip} is not valid: dropout in [0, 1), clip at least 0")
+        self.zero_stages()
         check_writable(self.json)
+
+    def zero_stages(self) -> list[int]:
+        """--zero as numbers; ValueError, with the valid ones, if it is not a list of stages."""
+        words = self.zero.replace(",", " ").split()
+        if not words or not set(words) <= set(map(str, STAGES)):
+            raise ValueError(f"--zero {self.zero!r} is not a list of stages of ZeRO: valid are {','.join(map(str, STAGES))} or some of them")
+        return [int(word) for word in dict.fromkeys(words)]
 
 
 @dataclass
@@ -83,8 +95,8 @@ class Outcome:
     weights: dict[str, np.ndarray]
 
 
-def run(options: Options, mesh: Mesh, schedule: str, damage=None) -> Outcome:
-    """Train on a mesh; `damage` may switch something off in the trainer first."""
+def run(options: Options, mesh: Mesh, schedule: str, damage=None, *, zero: int = 0) -> Outcome:
+    """Train on a mesh with a stage of ZeRO; `damage` may switch something off in the trainer first."""
     plan = build(schedule, mesh.pp.size, options.micro_batches, 2 if schedule in SEVERAL_CHUNKS else 1)
     model = GPT(
         layers=options.layers, dim=32, heads=4, seq=16, vocab=options.vocab, mesh=mesh, tied=options.tied,
@@ -92,7 +104,7 @@ def run(options: Options, mesh: Mesh, schedule: str, damage=None) -> Outcome:
     )
     trainer = Trainer(
         model, AdamW(), schedule=plan, micro_batches=options.micro_batches, clip=options.clip,
-        learning_rate=Cosine(1e-2, 4, options.steps),
+        learning_rate=Cosine(1e-2, 4, options.steps), zero=zero,
     )
     if damage is not None:
         damage(trainer)
@@ -172,18 +184,18 @@ def verify(options: Options) -> int:
     serial = run(options, Mesh.serial(), "1f1b")
     rows, failed = [], 0
     if whole.is_root:
-        print(f"{'layout':<22}{'schedule':<13}" + "".join(f"{name:>12}" for name in ["start", *BOUNDS]) + "  verdict")
+        print(f"{'layout':<22}{'schedule':<13}{'zero':<6}" + "".join(f"{name:>12}" for name in ["start", *BOUNDS]) + "  verdict")
     for dp, tp, pp in fitting:
-        for schedule in schedules(pp, options):
+        for schedule, zero in product(schedules(pp, options), options.zero_stages() if dp > 1 else [0]):
             mesh = Mesh(dp=dp, tp=tp, pp=pp)
-            outcome = run(options, mesh, schedule, damage)
+            outcome = run(options, mesh, schedule, damage, zero=zero)
             if mesh.is_root:
                 found = compare(serial, outcome)
                 agrees = found["start"] == 0 and all(found[name] <= bound for name, bound in BOUNDS.items())
                 failed += not agrees
-                rows.append({"dp": dp, "tp": tp, "pp": pp, "schedule": schedule, "agrees": agrees, **found})
+                rows.append({"dp": dp, "tp": tp, "pp": pp, "schedule": schedule, "zero": zero, "agrees": agrees, **found})
                 figures = "".join(f"{found[name]:>12.1e}" for name in BOUNDS)
-                print(f"dp={dp} tp={tp} pp={pp:<10}{schedule:<13}{'equal' if found['start'] == 0 else 'DIFFERS':>12}"
+                print(f"dp={dp} tp={tp} pp={pp:<10}{schedule:<13}{zero:<6}{'equal' if found['start'] == 0 else 'DIFFERS':>12}"
                       f"{figures}  {'agrees' if agrees else 'DISAGREES'}", flush=True)
             mesh.close()
     failed = int(whole.world.broadcast(np.array([failed]))[0])

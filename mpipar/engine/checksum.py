@@ -34,16 +34,28 @@ def global_tensor(model: Model, parameter: Parameter, array: np.ndarray | None) 
     return None
 
 
+def whole_tensors(model: Model, parameters: list[Parameter], *, gradients: bool = False):
+    """Yield (parameter, whole global tensor) in that order: the tensor on rank 0 of the mesh, None elsewhere; collective.
+
+    A tensor is valid until the next one is asked for.
+    """
+    held = [p for p in parameters if model.mesh.pp.rank in model.owners[p]]
+    if model.zero is None:
+        arrays = ((p, p.grad if gradients else p.data) for p in held)
+    else:
+        arrays = model.zero.whole_tensors(held, gradients=gradients)
+    for parameter in parameters:
+        array = next(arrays)[1] if model.mesh.pp.rank in model.owners[parameter] else None
+        yield parameter, None if model.mesh.dp.rank else global_tensor(model, parameter, array)
+
+
 def parameters_sha256(model: Model) -> str | None:
     """SHA-256 over the bytes of all global tensors in name order, on rank 0 (None elsewhere); collective.
 
     Equal models give equal sums in any layout.
     """
-    if model.mesh.dp.rank:
-        return None
     digest = hashlib.sha256()
-    for parameter in sorted(model.catalogue, key=lambda p: p.name):
-        whole = global_tensor(model, parameter, parameter.data)
+    for _, whole in whole_tensors(model, sorted(model.catalogue, key=lambda p: p.name)):
         if model.mesh.is_root:
             digest.update(np.ascontiguousarray(whole))
     return digest.hexdigest() if model.mesh.is_root else None
@@ -52,10 +64,7 @@ def parameters_sha256(model: Model) -> str | None:
 def global_state(model: Model, *, gradients: bool = False) -> dict[str, np.ndarray]:
     """All global tensors (or their gradients) by name on rank 0, an empty dict elsewhere; collective."""
     out: dict[str, np.ndarray] = {}
-    if model.mesh.dp.rank:
-        return out
-    for parameter in model.catalogue:
-        whole = global_tensor(model, parameter, parameter.grad if gradients else parameter.data)
+    for parameter, whole in whole_tensors(model, model.catalogue, gradients=gradients):
         if model.mesh.is_root:
             out[parameter.name] = whole.copy()
     return out

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from mpipar.kernels.loss import sum_squares
 from mpipar.models.model import Model
+from mpipar.nn.parameter import Parameter
 from mpipar.parallel.data import GradientReducer
+from mpipar.parallel.deterministic import TreeReducer
 
 
 class Gradients:
-    """The gradient buffer of one rank between backward and the optimizer."""
+    """The gradients of one rank between backward and the optimizer: whole, or this replica's part under ZeRO."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, *, micro_batches: int = 1, deterministic: bool = False):
         self.model = model
-        self.reducer = GradientReducer(model.buffers.grad, model.mesh.dp)
-        self.counted = [p for p in model.parameters if model.counts_here(p)] if model.mesh.dp.rank == 0 else []
+        if model.zero is not None:
+            self.reducer = model.zero
+        elif deterministic:
+            self.reducer = TreeReducer(model.buffers, model.mesh.dp, micro_batches, len(model.chunks))
+        else:
+            self.reducer = GradientReducer(model.buffers.grad, model.mesh.dp)
+        whole_elsewhere = model.zero is None and model.mesh.dp.rank > 0
+        self.counted = [] if whole_elsewhere else [p for p in model.parameters if model.counts_here(p)]
 
     def clear(self) -> None:
         """All gradients zero, before the first micro-batch."""
-        self.model.buffers.grad[:] = 0
+        self.reducer.clear()
 
     def reduce(self) -> None:
         """Sum over the replicas, then over the pipeline stages that share a tied parameter."""
@@ -29,8 +39,13 @@ class Gradients:
     def reduce_tied(self) -> None:
         """Both ends of the pipeline add their parts of a tied parameter's gradient, so both copies stay equal."""
         for parameter in self.model.tied:
-            self.model.mesh.ends.all_reduce(parameter.grad)
+            self.model.mesh.ends.all_reduce(self.own(parameter))
+
+    def own(self, parameter: Parameter) -> np.ndarray:
+        """What this rank holds of a parameter's gradient."""
+        zero = self.model.zero
+        return parameter.grad if zero is None else zero.unit_of[parameter].own(parameter, "grad")
 
     def squares(self) -> float:
         """This rank's share of the squared global norm: the sum over all ranks counts each element exactly once."""
-        return math.fsum(sum_squares(p.grad) for p in self.counted)
+        return math.fsum(sum_squares(self.own(p)) for p in self.counted)

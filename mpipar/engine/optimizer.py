@@ -39,6 +39,11 @@ class AdamWState:
         self.second = aligned_zeros(buffers.size, buffers.dtype)
         self.decay = buffers.decay * options.weight_decay
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return self.first.nbytes + self.second.nbytes
+
     def update(self, *, lr: float, step: int, grad_scale: float = 1.0) -> None:
         """One fused pass; `grad_scale` multiplies every gradient (clipping); `step` counts from 1."""
         b, o = self.buffers, self.options
@@ -62,6 +67,8 @@ class SGD:
 
 class SGDState:
     """SGD keeps nothing between steps."""
+
+    nbytes = 0
 
     def __init__(self, options: SGD, buffers: FlatBuffers):
         self.buffers = buffers

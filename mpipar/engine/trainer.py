@@ -11,16 +11,19 @@ from mpipar.comm import launcher
 from mpipar.comm.fault import inject
 from mpipar.comm.guard import stop_requested
 from mpipar.data.batch import Batch
+from mpipar.engine.divided import Optimizer, divide
 from mpipar.engine.gradients import Gradients
 from mpipar.engine.optimizer import SGD, AdamW
 from mpipar.models.model import MicroBatch, Model
 from mpipar.nn.layer import SampleKeys
 from mpipar.nn.parameter import split_range
+from mpipar.parallel.deterministic import check_deterministic
 from mpipar.parallel.pipeline.check import check
 from mpipar.parallel.pipeline.mailbox import GroupMailbox
 from mpipar.parallel.pipeline.messages import with_messages
 from mpipar.parallel.pipeline.run import RunResult, run, run_forward
 from mpipar.parallel.pipeline.schedule import Plan, build, forwards, placement
+from mpipar.parallel.zero import check_stage
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,14 @@ class Trainer:
 
     optimizer: AdamW or SGD. schedule: a name in `schedule.SCHEDULES`, or a plan. micro_batches: into how many parts each replica cuts its
     rows, as even as possible. clip: largest norm of the gradient, 0 for no limit. learning_rate: a function of the
-    step (from 1), default the optimizer's own lr. ValueError for a schedule that doesn't exist or sizes below 1.
+    step (from 1), default the optimizer's own lr. zero: what the replicas divide, see parallel/zero.py.
+    deterministic: dp = 1, 2, 4, ... with the same number of micro-batches over all replicas give the same bits (the sums
+    are made in one order, see parallel/deterministic.py; slower, and not together with ZeRO).
+    ValueError for a schedule or a stage of ZeRO that doesn't exist, sizes below 1, or deterministic with another dp.
     """
 
     def __init__(self, model: Model, optimizer: AdamW | SGD | None = None, *, mesh=None, schedule="1f1b",
-                 micro_batches=1, clip=0.0, learning_rate=None):
+                 micro_batches=1, clip=0.0, learning_rate=None, zero=0, deterministic=False):
         optimizer = AdamW() if optimizer is None else optimizer
         mesh = model.mesh if mesh is None else mesh
         if mesh is not model.mesh:
@@ -59,8 +65,12 @@ class Trainer:
         self.program = with_messages(self.plan)[mesh.pp.rank]
         self.forward_program = with_messages(forwards(model.placement, micro_batches))[mesh.pp.rank]
         self.mailbox = GroupMailbox(mesh.pp, model.stages, patient=launcher.crowded())
-        self.optimizer = optimizer.start(model.buffers)
-        self.gradients = Gradients(model)
+        check_stage(zero)
+        check_deterministic(deterministic, zero, mesh.dp.size)
+        self.deterministic = deterministic
+        divide(model, zero)
+        self.optimizer = Optimizer(optimizer, model)
+        self.gradients = Gradients(model, micro_batches=micro_batches, deterministic=deterministic)
         self.steps_done = 0
         self.last_run: RunResult | None = None
 
@@ -82,7 +92,8 @@ class Trainer:
         inject("step", step=step, rank=self.mesh.rank)
         self.gradients.clear()
         micros = self.split(batch, step)
-        self.last_run = run(self.program, self.model.chunks, micros, self.mailbox)
+        reducer = self.gradients.reducer
+        self.last_run = run(self.program, self.model.chunks, micros, self.mailbox, before=reducer.before, after=reducer.after)
         self.gradients.reduce()
         loss, squares, stop = self._sum_over_ranks(self.last_run.losses, self.gradients.squares())
         norm = math.sqrt(squares)
@@ -102,15 +113,23 @@ class Trainer:
 
     def split(self, batch: Batch, step: int | None) -> list[MicroBatch]:
         """This replica's rows of a global batch, cut into micro-batches; step None means evaluation (no dropout)."""
-        first, last = split_range(batch.size, self.mesh.dp.size, self.mesh.dp.rank)
         scale = 1.0 / batch.weight if batch.weight else 0.0
         micros = []
         for number in range(self.micro_batches):
-            a, b = split_range(last - first, self.micro_batches, number)
-            inputs, targets = batch.fetch(first + a, first + b)
-            keys = None if step is None else SampleKeys(step, np.arange(first + a, first + b))
+            first, last = self._rows(batch.size, number)
+            inputs, targets = batch.fetch(first, last)
+            keys = None if step is None else SampleKeys(step, np.arange(first, last))
             micros.append(MicroBatch(inputs, targets, keys, scale))
         return micros
+
+    def _rows(self, size: int, number: int) -> tuple[int, int]:
+        """The rows of a global batch that are micro-batch `number` of this replica."""
+        dp, count = self.mesh.dp, self.micro_batches
+        if self.deterministic:  # the cut must not depend on the replicas
+            return split_range(size, dp.size * count, dp.rank * count + number)
+        first, last = split_range(size, dp.size, dp.rank)
+        a, b = split_range(last - first, count, number)
+        return first + a, first + b
 
     def clip_factor(self, norm: float) -> float:
         """What every gradient is multiplied by, so that the norm is at most `clip`."""
@@ -118,6 +137,17 @@ class Trainer:
 
     def _sum_over_ranks(self, losses: list[float], squares: float) -> tuple[float, float, float]:
         """One small all-reduce: losses are counted on tensor-parallel rank 0 of the last stage, squares as given."""
+        if self.deterministic:
+            return self._exact_sums(losses, squares)
         loss = math.fsum(losses) if self.mesh.tp.rank == 0 else 0.0
         totals = self.mesh.world.all_reduce(np.array([loss, squares, float(stop_requested())]))
         return float(totals[0]), float(totals[1]), float(totals[2])
+
+    def _exact_sums(self, losses: list[float], squares: float) -> tuple[float, float, float]:
+        """The same from all losses of all ranks by `fsum`, whose result doesn't depend on order or number."""
+        mine = np.zeros(self.micro_batches + 2)
+        if self.mesh.tp.rank == 0:
+            mine[: len(losses)] = losses
+        mine[-2:] = squares, stop_requested()
+        rows = self.mesh.world.all_gather(mine[None])
+        return math.fsum(rows[:, :-2].flat), math.fsum(rows[:, -2]), math.fsum(rows[:, -1])

@@ -13,7 +13,7 @@ from mpipar.nn.layer import Layer, SampleKeys
 from mpipar.nn.parameter import FlatBuffers, Parameter
 from mpipar.parallel.pipeline.partition import stage_layers
 from mpipar.parallel.pipeline.schedule import looped
-
+from mpipar.parallel.zero import shares
 
 RECOMPUTE = ("none", "attention", "full")
 
@@ -139,6 +139,8 @@ class Model:
         self.parameters = [p for p in self.catalogue if mesh.pp.rank in self.owners[p]]
         self.chunks: dict[int, Chunk] = {}
         self.buffers: FlatBuffers | None = None
+        self.zero = None  # how the replicas divide the buffers, where a trainer has them do so
+        self.initialised = False
 
     def _owners(self) -> dict[Parameter, list[int]]:
         owners: dict[Parameter, list[int]] = {}
@@ -153,13 +155,18 @@ class Model:
         """The pipeline rank that holds a stage."""
         return self.home[stage]
 
-    def allocate(self) -> "Model":
-        """Give memory and initial values to the parameters of this rank; called once all sizes are known to fit."""
-        self._check_memory()
+    def allocate(self, zero: int = 0) -> "Model":
+        """Give memory and initial values to the parameters of this rank; called once all sizes are known to fit.
+
+        zero: the stage with which it will be trained. Under 3 the values are left to the trainer, which never makes more
+        of them at once than it keeps (memory that was not yet written takes no room).
+        """
+        self._check_memory(zero)
         keep_freed_memory()
         self.mesh.divided_on_node(compile_tasks(self.dtype))
         self.buffers = FlatBuffers(self.parameters, self.dtype)
-        for parameter in self.parameters:
+        self.initialised = zero < 3 or self.mesh.dp.size == 1
+        for parameter in self.parameters if self.initialised else []:
             parameter.initialise(self.seed)
         for stage, blocks in enumerate(self.stage_blocks):
             if self.rank_of(stage) == self.mesh.pp.rank:
@@ -167,16 +174,18 @@ class Model:
                 self.chunks[stage] = Chunk(blocks, first=stage == 0, last=last, dtype=self.dtype, recompute=self.recompute)
         return self
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, zero: int) -> None:
         """Refuse what can't fit: parameters, gradients and two moments of the ranks of this node in its memory."""
         if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
             return
         present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        needed = 4 * self.dtype.itemsize * sum(p.size for p in self.parameters) * self.mesh.ranks_on_node
+        parameters, gradients, moments = shares(zero, self.mesh.dp.size)
+        held = (parameters + gradients + 2 * moments) * self.dtype.itemsize * sum(p.size for p in self.parameters)
+        needed = held * self.mesh.ranks_on_node
         if needed > present:
             raise ValueError(
                 f"parameters, gradients and moments need {needed / 2**30:.1f} GiB on this node, which has {present / 2**30:.1f}: "
-                "take a smaller model, or more nodes and a larger tp or pp"
+                "take a smaller model, or more nodes and a larger tp, pp or --zero"
             )
 
     @property

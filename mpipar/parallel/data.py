@@ -16,6 +16,12 @@ class GradientReducer:
         self.gradients = gradients
         self.group = group
 
+    before = after = None  # nothing to do around the actions of the schedule
+
+    def clear(self) -> None:
+        """All gradients zero, before the first micro-batch."""
+        self.gradients[:] = 0
+
     def finish(self) -> None:
         """Block until every replica holds the sum."""
         self.group.all_reduce(self.gradients)

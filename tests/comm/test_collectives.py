@@ -297,3 +297,25 @@ def test_the_numbers_of_the_lecture(world):
     assert world.all_to_all(np.arange(4.0) + 4 * world.rank).tolist() == [
         world.rank + 4 * i for i in range(4)
     ]
+
+
+@pytest.mark.mpi(np=RANKS)
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 8, 13])
+def test_in_place(world, length):
+    """reduce_scatter into this rank's part of x, all_gather from this rank's part of out; empty parts too."""
+    sizes = split_sizes(length, world.size)[::-1]
+    ends = np.cumsum([0, *sizes])
+    mine = slice(ends[world.rank], ends[world.rank + 1])
+    total = inputs(world, (length,)).sum(0)
+    for op, expected in (("sum", total), ("mean", total / world.size)):
+        x = input_of(world.rank, (length,))
+        part = world.reduce_scatter(x, op=op, sizes=sizes, out=x[mine])
+        np.testing.assert_array_equal(x[mine], expected[mine])
+        assert part.base is x or world.size == 1
+    out = np.full(length, -1.0)
+    out[mine] = total[mine]
+    assert world.all_gather(out[mine], sizes=sizes, out=out) is out
+    np.testing.assert_array_equal(out, total)
+    out[mine] = 2 * total[mine]                          # and without waiting
+    world.all_gather_start(out[mine], sizes=sizes, out=out).wait()
+    np.testing.assert_array_equal(out, 2 * total)

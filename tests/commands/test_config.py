@@ -61,6 +61,8 @@ def test_bad_files_are_one_line(text, words, tmp_path):
     (Config(layers=0), "--layers 0 is not valid"),
     (Config(steps=-1), "--steps -1 is not valid"),
     (Config(threads=0), "--threads 0 is not valid"),
+    (Config(deterministic=True, dp=3, global_batch=6), "power of two"),
+    (Config(deterministic=True, zero=2), "valid is zero=0"),
 ])
 def test_numbers_that_do_not_fit_name_what_would(config, words):
     with pytest.raises(ValueError, match=words):

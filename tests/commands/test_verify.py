@@ -30,13 +30,13 @@ def test_every_damage_is_noticed(damage):
 
 
 def test_one_damage_is_noticed():
-    job = verify(2, "--break", "residual")
+    job = verify(2, "--break", "residual", "--zero", "0,3")
     assert job.returncode == 1 and "0 of " in job.stdout
 
 
 @pytest.mark.parametrize("ranks,arguments,words", [
     (1, [], "mpirun -np 2"), (2, ["--break", "nothing"], "gradient-sync"), (2, ["--steps", "0"], "--steps 0"),
-    (2, ["--dropout", "2"], "[0, 1)"), (2, ["--json", "/no/dir/x"], "no folder"),
+    (2, ["--dropout", "2"], "[0, 1)"), (2, ["--zero", "4"], "valid are 0,1,2,3"), (2, ["--json", "/no/dir/x"], "no folder"),
 ])
 def test_user_errors(ranks, arguments, words):
     job = verify(ranks, *arguments)

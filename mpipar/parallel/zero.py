@@ -1,0 +1,331 @@
+"""ZeRO: the replicas divide what each of them would otherwise hold whole.
+
+Stage 1 divides the optimizer's state, stage 2 the gradients too, stage 3 the parameters too. With n bytes of parameters
+(float32 or float64, AdamW), P replicas and M micro-batches, a rank holds between steps and sends in a step (ring counting)
+
+    stage   parameters + gradients + moments     bytes sent
+    0       n + n + 2 n                          2 (P-1)/P n       one all-reduce of the gradients
+    1       n + n + 2 n / P                      2 (P-1)/P n       reduce-scatter of the gradients, all-gather of the parameters
+    2       n + n / P + 2 n / P                  (M+1) (P-1)/P n   the gradients of each micro-batch go as soon as they are there
+    3       n / P + n / P + 2 n / P              3 M (P-1)/P n     parameters are gathered before forward and before backward
+
+Under stages 2 and 3 a block's whole gradients, and under stage 3 its whole parameters, exist only while the block computes
+(the next block's parameters are fetched meanwhile). What several blocks of a stage share, a tied embedding, stays from its
+first use to its last. Where a schedule delays weight gradients, micro-batches that overlap are sent as one.
+
+Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipar.kernels.elementwise import add
+from mpipar.nn.layer import Layer
+from mpipar.nn.parameter import FlatBuffers, Parameter, aligned_zeros, split_range
+
+STAGES = (0, 1, 2, 3)
+
+
+def check_stage(stage: int) -> None:
+    """ValueError for a stage that does not exist."""
+    if stage not in STAGES:
+        raise ValueError(f"zero={stage!r} is not a stage of ZeRO: valid are {', '.join(map(str, STAGES))}")
+
+
+def shares(stage: int, replicas: int) -> tuple[float, float, float]:
+    """Which share of the parameters, the gradients and the optimizer's state a rank holds between steps."""
+    return tuple(1 / replicas if stage >= least else 1.0 for least in (3, 2, 1))
+
+
+def bytes_sent(stage: int, replicas: int, size: int, micro_batches: int) -> float:
+    """Bytes that a rank sends over dp in a step for `size` bytes of parameters and as many of gradients (ring counting)."""
+    passes = {0: 2, 1: 2, 2: micro_batches + 1, 3: 3 * micro_batches}[stage]
+    return passes * (replicas - 1) / replicas * size
+
+
+class Unit:
+    """A run of the flat buffers that is gathered and reduced as one. Replica r keeps the r-th of P near-equal parts.
+
+    To an optimizer it is a pair of flat buffers: `data` and `grad` are this replica's part, and `bounds` and `decay` its
+    parameters as in FlatBuffers (a parameter may lie wholly in another replica's part: its segment is empty).
+    """
+
+    def __init__(self, parameters: list[Parameter], start: int, group):
+        ends = np.cumsum([0, *(p.size for p in parameters)])
+        self.parameters = parameters
+        self.start, self.stop = start, start + int(ends[-1])
+        ranges = [split_range(int(ends[-1]), group.size, rank) for rank in range(group.size)]
+        self.sizes = [last - first for first, last in ranges]
+        self.part = slice(*ranges[group.rank])
+        self.bounds = np.clip(ends, *ranges[group.rank]) - self.part.start
+        self.decay = np.array([float(p.decay) for p in parameters])
+        self.places = [(slice(int(a), int(b)), p.shape()) for p, a, b in zip(parameters, ends[:-1], ends[1:])]
+        self.data = self.grad = None
+        self.whole = {"data": None, "grad": None}   # while a block uses them
+        self.pending = None                         # a gather of the parameters on its way
+        self.users = 0                              # backward passes that still add to the whole gradient
+
+    @property
+    def size(self) -> int:
+        """Elements of this replica's part."""
+        return self.part.stop - self.part.start
+
+    @property
+    def dtype(self):
+        """Of the parameters."""
+        return self.data.dtype
+
+    def own(self, parameter: Parameter, what: str) -> np.ndarray:
+        """This replica's part of "data" or "grad" of a parameter, 1-D, perhaps empty."""
+        i = self.parameters.index(parameter)
+        return getattr(self, what)[self.bounds[i] : self.bounds[i + 1]]
+
+    def views(self, whole: np.ndarray) -> list[np.ndarray]:
+        """A flat array of the whole unit as one array for each parameter."""
+        return [whole[place].reshape(shape) for place, shape in self.places]
+
+    def attach(self, what: str, whole: np.ndarray | None) -> None:
+        """Let the parameters' "data" or "grad" be views of `whole`, or be nothing."""
+        self.whole[what] = whole
+        arrays = [None] * len(self.parameters) if whole is None else self.views(whole)
+        for parameter, array in zip(self.parameters, arrays):
+            setattr(parameter, what, array)
+
+
+class Spare:
+    """Arrays that are allocated once and used again, by length."""
+
+    def __init__(self, dtype):
+        self.dtype, self.free = dtype, {}
+
+    def take(self, size: int) -> np.ndarray:
+        """A flat array, contents undefined."""
+        free = self.free.get(size)
+        return free.pop() if free else aligned_zeros(size, self.dtype)
+
+    def give(self, array: np.ndarray) -> None:
+        """The array may be taken again."""
+        self.free.setdefault(array.size, []).append(array)
+
+
+class Zero:
+    """The parameters, gradients and optimizer states of one rank, divided over the replicas of `group`.
+
+    buffers: the rank's flat buffers, of whose memory only what the stage keeps whole is kept. chunks: for each stage of this
+    rank its blocks, in order. tied: parameters that another pipeline rank holds too. seed: None where the buffers hold the
+    values already, else the seed to draw them with.
+    """
+
+    before = after = None  # nothing to do around the actions of the schedule: the blocks do it
+
+    def __init__(self, stage: int, buffers: FlatBuffers, chunks: dict[int, list[Layer]], tied, group, *, seed=None):
+        check_stage(stage)
+        self.stage, self.buffers, self.group = stage, buffers, group
+        self.units = self._cut(chunks, set(tied))
+        self.unit_of = {p: unit for unit in self.units for p in unit.parameters}
+        self.spare = {"data": Spare(buffers.data.dtype), "grad": Spare(buffers.grad.dtype)}
+        for what, least in (("data", 3), ("grad", 2)):
+            self._divide(what, whole=stage < least)
+        if seed is not None:
+            self.initialise(seed)
+
+    def _cut(self, chunks, tied) -> list[Unit]:
+        """Neighbours that the same blocks use form a unit (stage 1: all); a tied parameter is one, alike at both ends."""
+        users: dict[Parameter, list] = {p: [] for p in self.buffers.parameters}
+        if self.stage > 1:
+            for stage, blocks in chunks.items():
+                for number, block in enumerate(blocks):
+                    for parameter in block.parameters():
+                        users[parameter].append((stage, number))
+        units, run, start = [], [], 0
+        for parameter in [*self.buffers.parameters, None]:
+            if run and (parameter is None or {parameter, run[-1]} & tied or users[parameter] != users[run[-1]]):
+                units.append(Unit(run, start, self.group))
+                run, start = [], units[-1].stop
+            run.append(parameter)
+        return units
+
+    def _divide(self, what: str, *, whole: bool) -> None:
+        """Keep this replica's part alone, or mark it in the whole buffer."""
+        flat = getattr(self.buffers, what)
+        for unit in self.units:
+            part = flat[unit.start : unit.stop][unit.part]
+            if not whole:
+                kept = aligned_zeros(unit.size, flat.dtype)
+                kept[:] = part
+                unit.attach(what, None)
+                part = kept
+            setattr(unit, what, part)
+        if not whole:
+            setattr(self.buffers, what, None)
+
+    def initialise(self, seed: int) -> None:
+        """The initial values of the whole model: the same bits as without ZeRO, and never more than a unit at once."""
+        for unit in self.units:
+            if self.stage < 3:
+                whole = self.buffers.data[unit.start : unit.stop]
+            else:
+                whole = self.spare["data"].take(unit.stop - unit.start)
+            for parameter, array in zip(unit.parameters, unit.views(whole)):
+                parameter.data = array
+                parameter.initialise(seed)
+            if self.stage == 3:
+                unit.data[:] = whole[unit.part]
+                unit.attach("data", None)
+                self.spare["data"].give(whole)
+
+    def clear(self) -> None:
+        """All gradients zero, before the first micro-batch."""
+        if self.stage == 1:
+            self.buffers.grad[:] = 0
+        else:
+            for unit in self.units:
+                unit.grad[:] = 0
+
+    def finish(self) -> None:
+        """After the last backward pass: every replica holds the sum of its part of the gradients."""
+        if self.stage == 1:
+            for unit in self.units:
+                self.group.reduce_scatter(self.buffers.grad[unit.start : unit.stop], sizes=unit.sizes, out=unit.grad)
+        assert all(unit.users == 0 for unit in self.units), "a backward pass is not over"
+
+    def publish(self) -> None:
+        """After the optimizer: every replica gets the parts that the others have updated."""
+        if self.stage < 3:
+            for unit in self.units:
+                self.group.all_gather(unit.data, sizes=unit.sizes, out=self.buffers.data[unit.start : unit.stop])
+
+    # While blocks compute (stages 2 and 3)
+
+    def fetch(self, unit: Unit) -> None:
+        """The unit's whole parameters are there."""
+        if self.stage == 3 and unit.whole["data"] is None:
+            self.prefetch(unit)
+            unit.attach("data", unit.pending.wait())
+            unit.pending = None
+
+    def prefetch(self, unit: Unit) -> None:
+        """The unit's whole parameters are on their way."""
+        if self.stage == 3 and unit.whole["data"] is None and unit.pending is None:
+            out = self.spare["data"].take(unit.stop - unit.start)
+            unit.pending = self.group.all_gather_start(unit.data, sizes=unit.sizes, out=out)
+
+    def free(self, unit: Unit) -> None:
+        """The unit's whole parameters are needed no longer."""
+        if self.stage == 3:
+            self.spare["data"].give(unit.whole["data"])
+            unit.attach("data", None)
+
+    def open(self, unit: Unit) -> None:
+        """One more backward pass is about to add to the unit's whole gradient, which begins with zeros."""
+        if unit.users == 0:
+            whole = self.spare["grad"].take(unit.stop - unit.start)
+            whole[:] = 0
+            unit.attach("grad", whole)
+        unit.users += 1
+
+    def close(self, unit: Unit) -> None:
+        """One backward pass is done with the unit's gradient; after the last one it is summed and this part kept."""
+        unit.users -= 1
+        if unit.users == 0:
+            whole = unit.whole["grad"]
+            part = self.group.reduce_scatter(whole, sizes=unit.sizes, out=whole[unit.part])
+            add(unit.grad, part, unit.grad)
+            unit.attach("grad", None)
+            self.spare["grad"].give(whole)
+
+    def wrap(self, blocks: list[Layer]) -> list[Layer]:
+        """The blocks of one stage, with what has to happen around each."""
+        if self.stage < 2:
+            return blocks
+        units = [list(dict.fromkeys(self.unit_of[p] for p in block.parameters())) for block in blocks]
+        wrapped = []
+        for number, block in enumerate(blocks):
+            before = {unit for others in units[:number] for unit in others}
+            after = {unit for others in units[number + 1 :] for unit in others}
+            ahead, behind = units[number + 1 : number + 2], units[max(number - 1, 0) : number]
+            wrapped.append(DividedBlock(block, self, units[number], before, after, sum(ahead, []), sum(behind, [])))
+        return wrapped
+
+    # The whole tensors again, and how much is held
+
+    def whole_tensors(self, parameters: list[Parameter], *, gradients: bool):
+        """Yield (parameter, whole array) for each; collective over the replicas, and valid until the next one."""
+        what, held, unit = "grad" if gradients else "data", [], None
+        for parameter in parameters:
+            if self.stage < 3 and not gradients:
+                yield parameter, parameter.data
+                continue
+            if self.unit_of[parameter] is not unit:
+                unit = self.unit_of[parameter]
+                held = unit.views(self.group.all_gather(getattr(unit, what), sizes=unit.sizes))
+            yield parameter, held[unit.parameters.index(parameter)]
+
+
+class DividedBlock(Layer):
+    """A block whose whole parameters (stage 3) and gradients are there only while it computes.
+
+    before, after: units that earlier, later blocks of the stage use. ahead, behind: units of the next block in forward, in
+    backward. The blocks of a stage run from the first to the last, or back, without another stage between.
+    """
+
+    def __init__(self, block, zero: Zero, units, before, after, ahead, behind):
+        self.block, self.zero, self.units = block, zero, units
+        self.before, self.after, self.ahead, self.behind = before, after, ahead, behind
+
+    def __str__(self):
+        return str(self.block)
+
+    def input_shape(self, micro):
+        """As of the block."""
+        return self.block.input_shape(micro)
+
+    def parameters(self):
+        """As of the block."""
+        return self.block.parameters()
+
+    def forward(self, x, micro):
+        """As of the block."""
+        self._fetch(self.ahead)
+        made = self.block.forward(x, micro)
+        self._free(self.after)
+        return made
+
+    def backward(self, saved, dy, micro, later=None):
+        """As of the block. A unit's gradient lives from its first use in this pass to its last, deferred work included."""
+        zero = self.zero
+        self._fetch(self.behind)
+        for unit in self.units:
+            zero.open(unit)
+            if unit not in self.after:      # the pass begins with it: held until the pass ends with it
+                zero.open(unit)
+        deferred = None if later is None else []
+        dx = self.block.backward(saved, dy, micro, deferred)
+        if deferred:
+            later.append(lambda: self._finish(deferred))
+        else:
+            self._finish([])
+        for unit in self.units:
+            if unit not in self.before:
+                zero.close(unit)
+        self._free(self.before)
+        return dx
+
+    def _finish(self, deferred):
+        for function in deferred:
+            function()
+        deferred.clear()
+        for unit in self.units:
+            self.zero.close(unit)
+
+    def _fetch(self, others):
+        for unit in self.units:
+            self.zero.fetch(unit)
+        for unit in others:
+            self.zero.prefetch(unit)
+
+    def _free(self, still_needed):
+        for unit in self.units:
+            if unit not in still_needed:
+                self.zero.free(unit)
