@@ -43,6 +43,10 @@ class Block(Layer):
 
     recomputes: tuple[str, ...] = ()
 
+    def rebuild(self, x, micro: MicroBatch):
+        """What forward saved, made again from its input."""
+        return self.forward(x, micro)[1]
+
 
 class Chunk:
     """The consecutive blocks of one pipeline stage.
@@ -92,7 +96,7 @@ class Chunk:
         """The block's `kept` as its forward made it."""
         if self.recompute not in block.recomputes:
             return kept
-        return block.forward(kept, micro)[1] if self.recompute == "full" else block.rebuild_attention(kept)
+        return block.rebuild(kept, micro) if self.recompute == "full" else block.rebuild_attention(kept)
 
     def backward(self, saved: list, dy, micro: MicroBatch, later: list | None = None):
         """Run the blocks backwards, dropping what each has saved as soon as it was used."""

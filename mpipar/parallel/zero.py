@@ -274,6 +274,25 @@ class DividedBlock(Layer):
         self.block, self.zero, self.units = block, zero, units
         self.before, self.after, self.ahead, self.behind = before, after, ahead, behind
 
+    @property
+    def recomputes(self):
+        """As of the block."""
+        return self.block.recomputes
+
+    def drop_attention(self, saved):
+        """As of the block; it takes no parameters."""
+        return self.block.drop_attention(saved)
+
+    def rebuild_attention(self, saved):
+        """As of the block. The parameters stay: backward, which is next, uses them too."""
+        self._fetch(self.behind)
+        return self.block.rebuild_attention(saved)
+
+    def rebuild(self, x, micro):
+        """As of the block; the parameters stay."""
+        self._fetch(self.behind)
+        return self.block.rebuild(x, micro)
+
     def __str__(self):
         return str(self.block)
 

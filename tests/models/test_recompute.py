@@ -15,13 +15,13 @@ B, T, D, H, LAYERS = 2, 8, 16, 2, 4
 BLOCK = (10 * D + 4 + H) * B * T * 8      # float64: x, qkv, out, x of the second norm, hidden (4D); statistics, lse
 
 
-def train(recompute, *, mesh=None, schedule="1f1b", micros=2, steps=3, dropout=0.1):
+def train(recompute, *, mesh=None, schedule="1f1b", micros=2, steps=3, dropout=0.1, zero=0):
     """(losses, checksum, chunks) of some steps of a tiny GPT."""
     mesh = mesh or Mesh.serial()
     plan = build(schedule, mesh.pp.size, micros, 2 if schedule in SEVERAL_CHUNKS else 1)
     model = GPT(layers=LAYERS, dim=D, heads=H, vocab=16, seq=T, mesh=mesh, dropout=dropout, dtype="float64",
                 placement=placement(plan), recompute=recompute)
-    trainer = Trainer(model, AdamW(lr=1e-2), schedule=plan, micro_batches=micros, clip=1.0)
+    trainer = Trainer(model, AdamW(lr=1e-2), schedule=plan, micro_batches=micros, clip=1.0, zero=zero)
     source = RandomTokens(vocab=16, seq=T, global_batch=micros * B * mesh.dp.size)
     losses = [trainer.step(source.batch(step)).loss for step in range(1, steps + 1)]
     return losses, parameters_sha256(model), model.chunks
@@ -48,6 +48,19 @@ def test_the_same_bits_in_pipelines_and_with_tensor_parallelism(comm):
             plain = train("none", mesh=mesh, schedule=schedule, steps=2)[:2]
             for recompute in ("attention", "full"):
                 assert train(recompute, mesh=mesh, schedule=schedule, steps=2)[:2] == plain
+
+
+@pytest.mark.mpi(np=2)
+def test_the_same_bits_and_messages_with_divided_parameters(comm):
+    """Under ZeRO 3 the parameters that are gathered to make activations again serve backward too."""
+    with Mesh(comm) as mesh:
+        for zero in (2, 3):
+            with mesh.record() as log:
+                plain = train("none", mesh=mesh, zero=zero)[:2]
+            for recompute in ("attention", "full"):
+                with mesh.record() as again:
+                    assert train(recompute, mesh=mesh, zero=zero)[:2] == plain
+                assert again.sent("group")["dp"] == log.sent("group")["dp"]
 
 
 def test_mlp():
