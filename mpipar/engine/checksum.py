@@ -6,17 +6,20 @@ import hashlib
 
 import numpy as np
 
+from mpipar.kernels.dtypes import bits
 from mpipar.models.model import Model
 from mpipar.nn.parameter import Parameter
 
 
-def global_tensor(model: Model, parameter: Parameter, array: np.ndarray | None) -> np.ndarray | None:
+def global_tensor(model: Model, parameter: Parameter, array: np.ndarray | None, dtype=None) -> np.ndarray | None:
     """Put one tensor of the global model together on rank 0; every rank of the first replica calls it.
 
-    array: this rank's part (parameter.data, or anything of its shape), None on ranks that don't hold it.
+    array: this rank's part (parameter.data, or anything of its shape), None on ranks that don't hold it. dtype: of the
+    array, where it is not the model's.
     Returns the whole tensor on rank 0 of the mesh, None elsewhere.
     """
     mesh, owner = model.mesh, model.owners[parameter][0]
+    dtype = model.dtype if dtype is None else dtype
     whole = None
     if mesh.pp.rank == owner:
         whole = array
@@ -28,7 +31,7 @@ def global_tensor(model: Model, parameter: Parameter, array: np.ndarray | None) 
     if mesh.pp.rank == owner:
         mesh.pp.send(np.ascontiguousarray(whole), 0)
     if mesh.pp.rank == 0:
-        whole = np.empty(parameter.global_shape, model.dtype)
+        whole = np.empty(parameter.global_shape, dtype)
         mesh.pp.recv(whole, owner)
         return whole
     return None
@@ -45,17 +48,19 @@ def parameters_sha256(model: Model) -> str | None:
     for parameter in sorted(model.catalogue, key=lambda p: p.name):
         whole = global_tensor(model, parameter, parameter.data)
         if model.mesh.is_root:
-            digest.update(np.ascontiguousarray(whole))
+            digest.update(bits(np.ascontiguousarray(whole)))
     return digest.hexdigest() if model.mesh.is_root else None
 
 
 def global_state(model: Model, *, gradients: bool = False) -> dict[str, np.ndarray]:
-    """All global tensors (or their gradients) by name on rank 0, an empty dict elsewhere; collective."""
+    """All global tensors (their masters, with bfloat16) or their gradients by name on rank 0, an empty dict elsewhere;
+    collective."""
     out: dict[str, np.ndarray] = {}
     if model.mesh.dp.rank:
         return out
     for parameter in model.catalogue:
-        whole = global_tensor(model, parameter, parameter.grad if gradients else parameter.data)
+        part = parameter.grad if gradients else parameter.master
+        whole = global_tensor(model, parameter, part, model.buffers.master.dtype)
         if model.mesh.is_root:
             out[parameter.name] = whole.copy()
     return out

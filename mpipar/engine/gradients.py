@@ -6,7 +6,7 @@ import math
 
 from mpipar.kernels.loss import sum_squares
 from mpipar.models.model import Model
-from mpipar.parallel.data import GradientReducer
+from mpipar.parallel.data import GradientReducer, sum_gradients
 
 
 class Gradients:
@@ -14,7 +14,7 @@ class Gradients:
 
     def __init__(self, model: Model):
         self.model = model
-        self.reducer = GradientReducer(model.buffers.grad, model.mesh.dp)
+        self.reducer = GradientReducer(model.buffers.grad, model.mesh.dp, model.dtype)
         self.counted = [p for p in model.parameters if model.counts_here(p)] if model.mesh.dp.rank == 0 else []
 
     def clear(self) -> None:
@@ -29,7 +29,7 @@ class Gradients:
     def reduce_tied(self) -> None:
         """Both ends of the pipeline add their parts of a tied parameter's gradient, so both copies stay equal."""
         for parameter in self.model.tied:
-            self.model.mesh.ends.all_reduce(parameter.grad)
+            sum_gradients(self.model.mesh.ends, parameter.grad, self.model.dtype)
 
     def squares(self) -> float:
         """This rank's share of the squared global norm: the sum over all ranks counts each element exactly once."""

@@ -65,6 +65,11 @@ def add(a, b, out):
     return np.add(a, b, out=out)
 
 
+def scale(x, factor, out):
+    """out = factor * x."""
+    return np.multiply(x, x.dtype.type(factor), out=out)
+
+
 def bias_residual(x, bias, residual, out):
     """out = x + bias + residual (the end of a block); out may be x or residual."""
     out[...] = x + bias + residual

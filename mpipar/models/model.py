@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpipar.kernels.dtypes import as_dtype
 from mpipar.kernels.memory import keep_freed_memory
 from mpipar.kernels.warm import compile_all
 from mpipar.nn.layer import Layer, SampleKeys
-from mpipar.nn.parameter import FlatBuffers, Parameter
+from mpipar.nn.parameter import FlatBuffers, Parameter, bytes_of_parameter
 from mpipar.parallel.pipeline.partition import stage_layers
 
 
@@ -78,7 +79,7 @@ class Model:
 
     def __init__(self, blocks, *, front, back, mesh, dtype, seed, virtual_stages=1, layers_per_stage=None):
         self.mesh = mesh
-        self.dtype = np.dtype(dtype)
+        self.dtype = as_dtype(dtype)
         self.seed = seed
         self.virtual_stages = virtual_stages
         self.stages = mesh.pp.size * virtual_stages
@@ -126,7 +127,7 @@ class Model:
         if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
             return
         present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        needed = 4 * self.dtype.itemsize * sum(p.size for p in self.parameters) * self.mesh.ranks_on_node
+        needed = bytes_of_parameter(self.dtype) * sum(p.size for p in self.parameters) * self.mesh.ranks_on_node
         if needed > present:
             raise ValueError(
                 f"parameters, gradients and moments need {needed / 2**30:.1f} GiB on this node, which has {present / 2**30:.1f}: "
