@@ -6,6 +6,8 @@ order is packed into one first, because MPI would send a Fortran array in memory
 """
 import numpy as np
 
+from mpipar.kernels.dtypes import bits, is_bfloat16
+
 # Types of numpy that have an MPI type with arithmetic, in native byte order; bool is only moved and compared.
 _ARITHMETIC = frozenset(np.dtype(letter) for letter in "fdbBhHiIlLqQ")
 _BOOL = np.dtype(bool)
@@ -24,9 +26,9 @@ def check_array(x, *, writable=False):
     """Raise unless x is an array that can be sent: TypeError for another object, ValueError for the kind."""
     if not isinstance(x, np.ndarray):
         raise TypeError(f"a group sends NumPy arrays, not {type(x).__name__}: wrap it, as in np.array(x)")
-    if x.dtype not in _ARITHMETIC and x.dtype != _BOOL:
+    if x.dtype not in _ARITHMETIC and x.dtype != _BOOL and not is_bfloat16(x.dtype):
         raise ValueError(
-            f"dtype {x.dtype} cannot be sent: valid are float32, float64, integers and bool, "
+            f"dtype {x.dtype} cannot be sent: valid are float32, float64, bfloat16, integers and bool, "
             "in native byte order"
         )
     if writable and not x.flags.writeable:
@@ -37,7 +39,7 @@ def check_operation(x, op):
     """Raise ValueError unless `op` is defined for the type of x."""
     if op not in OPERATIONS:
         raise ValueError(f"op={op!r} is unknown: valid are {', '.join(OPERATIONS)}")
-    if op == "mean" and x.dtype.kind != "f":
+    if op == "mean" and x.dtype.kind != "f" and not is_bfloat16(x.dtype):
         raise ValueError(
             f"the mean of {x.dtype} is not a {x.dtype}: take the sum, or convert to float32 or float64"
         )
@@ -60,8 +62,8 @@ def packed(x):
 
 
 def wire(x):
-    """A C-contiguous array as MPI takes it: bool as bytes, so that min and max are defined."""
-    return x.view(np.uint8) if x.dtype == _BOOL else x
+    """A C-contiguous array as MPI takes it: bool as bytes, so that min and max are defined, bfloat16 as its bits."""
+    return x.view(np.uint8) if x.dtype == _BOOL else bits(x)
 
 
 def chunks(x, limit):

@@ -93,7 +93,7 @@ def all_gather(group, x, axis, sizes, out):
     sizes = _sizes_of_parts(group, x.shape[axis], sizes, group.rank)
     shape = buffers.with_length(x.shape, axis, sum(sizes))
     if group.size == 1:
-        return _alone("all_gather", x, out)
+        return alone("all_gather", x, out)
     out = buffers.check_out(out, shape, x.dtype)
     direct = out.flags.c_contiguous and buffers.parts_in_order(shape, axis)
     received = out.reshape(-1) if direct else np.empty(out.size, x.dtype)
@@ -125,7 +125,7 @@ def reduce_scatter(group, x, axis, op, sizes, out):
     axis = buffers.check_axis(x, axis)
     sizes = buffers.check_sizes(sizes, x.shape[axis], group.size, f"axis {axis}")
     if group.size == 1:
-        return _alone("reduce_scatter", x, out)
+        return alone("reduce_scatter", x, out)
     rank, ranks = group.rank, group.size
     out = buffers.check_out(out, buffers.with_length(x.shape, axis, sizes[rank]), x.dtype)
     message = buffers.wire(buffers.pack_parts(x, axis, sizes))
@@ -231,7 +231,7 @@ def scatter(group, x, root, axis, sizes, out, shape, dtype):
         sizes = buffers.check_sizes(sizes, x.shape[axis], group.size, f"axis {axis}")
         mine = buffers.with_length(x.shape, axis, sizes[root])
         if group.size == 1:
-            return _alone("scatter", x, out)
+            return alone("scatter", x, out)
         out = buffers.check_out(out, mine, x.dtype)
         whole, lengths = x.size, buffers.counts(x.shape, axis, sizes)
         message = buffers.wire(buffers.pack_parts(x, axis, sizes))
@@ -384,7 +384,8 @@ def _sizes_of_parts(group, length, sizes, rank):
     return sizes
 
 
-def _alone(operation, x, out):
+def alone(operation, x, out):
+    """The plan of a group of one rank: x itself, or a copy of it in `out`."""
     if out is None:
         return Plan(operation, x)
     buffers.check_out(out, x.shape, x.dtype)[...] = x

@@ -7,7 +7,8 @@
 
 All ranks of a group call the same operations in the same order, with arrays of one dtype, and of one shape
 unless an operation says otherwise. Arrays may have any strides (a transposed or sliced view too) and any
-size, also none. Types: float32, float64, integers, bool. `root`, `to` and `source` count the ranks of the
+size, also none. Types: float32, float64, integers, bool, and bfloat16 (ml_dtypes), which is sent as 16 bits,
+summed in float32 in the order of the ranks and rounded once. `root`, `to` and `source` count the ranks of the
 group from 0. A group of one rank returns the very array it was given and needs no MPI. Operations: lecture 1,
 sections 1.2 and 1.4; `op` is "sum", "mean" (floats only), "min" or "max". A TypeError or ValueError is raised
 before anything is sent where this rank can see that the call is wrong; what only the ranks together could see
@@ -15,8 +16,11 @@ before anything is sent where this rank can see that the call is wrong; what onl
 """
 import time
 
-from mpipar.comm import collectives
+import numpy as np
+
+from mpipar.comm import collectives, rounded
 from mpipar.comm.pending import Pending
+from mpipar.kernels.dtypes import is_bfloat16
 
 # For every open group, by its key, how many collective calls this rank has made: [number]. The guard tells
 # the other ranks, so that one of them can know that it waits for a call that will never be made.
@@ -56,11 +60,11 @@ class Group:
 
     def reduce(self, x, root=0, op="sum"):
         """The sum (mean, ...) over the ranks, a new array at the root; None elsewhere. x is left as it is."""
-        return self._run(collectives.reduce(self, x, root, op))
+        return self._run(_reductions(x).reduce(self, x, root, op))
 
     def all_reduce(self, x, op="sum"):
         """The sum (mean, ...) over the ranks is written into every rank's x. Returns x."""
-        return self._run(collectives.all_reduce(self, x, op))
+        return self._run(_reductions(x).all_reduce(self, x, op))
 
     def all_gather(self, x, axis=0, sizes=None, out=None):
         """All ranks' parts, joined along `axis` in the order of the ranks, on every rank.
@@ -76,7 +80,7 @@ class Group:
         x is left as it is. The parts are equal (ValueError if the length does not divide), or as `sizes` says.
         `out` may be this rank's part of x: the other parts of x are then undefined afterwards.
         """
-        return self._run(collectives.reduce_scatter(self, x, axis, op, sizes, out))
+        return self._run(_reductions(x).reduce_scatter(self, x, axis, op, sizes, out))
 
     def gather(self, x, root=0, axis=0, sizes=None):
         """All ranks' parts joined along `axis`, a new array at the root; None elsewhere. See all_gather."""
@@ -117,16 +121,18 @@ class Group:
         return self._start(collectives.broadcast(self, x, root))
 
     def reduce_start(self, x, root=0, op="sum"):
-        return self._start(collectives.reduce(self, x, root, op))
+        return self._start(_reductions(x).reduce(self, x, root, op))
 
     def all_reduce_start(self, x, op="sum"):
+        if _reductions(x) is rounded:
+            return self._start(rounded.all_reduce(self, x, op, at_once=True))
         return self._start(collectives.all_reduce(self, x, op))
 
     def all_gather_start(self, x, axis=0, sizes=None, out=None):
         return self._start(collectives.all_gather(self, x, axis, sizes, out))
 
     def reduce_scatter_start(self, x, axis=0, op="sum", sizes=None, out=None):
-        return self._start(collectives.reduce_scatter(self, x, axis, op, sizes, out))
+        return self._start(_reductions(x).reduce_scatter(self, x, axis, op, sizes, out))
 
     def gather_start(self, x, root=0, axis=0, sizes=None):
         return self._start(collectives.gather(self, x, root, axis, sizes))
@@ -180,3 +186,8 @@ class Group:
         requests = [getattr(comm, "I" + name.lower())(*arguments) for name, arguments in plan.calls]
         entry = recorder.add(plan, self, start) if recorder is not None and self.size > 1 else None
         return Pending(self, plan, requests, entry)
+
+
+def _reductions(x):
+    """The module with the reductions for x: bfloat16 has its own."""
+    return rounded if isinstance(x, np.ndarray) and is_bfloat16(x.dtype) else collectives

@@ -94,8 +94,8 @@ class Config:
     """Decoupled weight decay of matrices and embeddings."""
     clip: float = 1.0
     """Largest norm of the whole gradient; 0 switches clipping off."""
-    dtype: Literal["float32", "float64"] = "float32"
-    """Type of parameters, activations and messages."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Type of parameters, activations and messages; with bfloat16 sums, gradients and master weights are float32."""
     seed: int = 0
     """Of initial values, data order and dropout."""
     data: str = "builtin"
@@ -184,6 +184,8 @@ class Config:
                     raise ValueError(f"{flag(name)} is an option of --model gpt: leave it out for --model mlp")
             if self.recompute == "attention":
                 raise ValueError("--recompute attention is an option of --model gpt: --model mlp takes none or full")
+        if self.dtype == "bfloat16" and self.gemm == "blas":
+            raise ValueError("--gemm blas has no bfloat16: take --gemm numba, or --dtype float32")
         if self.data == "random" and self.eval_every:
             raise ValueError("--eval-every needs held-out text: --data random has none")
 

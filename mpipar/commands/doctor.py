@@ -13,9 +13,9 @@ from pathlib import Path
 from mpipar.kernels import cache
 from mpipar.kernels.host import host
 from mpipar.kernels.settings import available_cores
-from mpipar.kernels.warm import MODULES, compile_tasks
+from mpipar.kernels.warm import compile_tasks
 
-DTYPES = ("float32", "float64")
+DTYPES = ("float32", "float64", "bfloat16")
 PACKAGES = ("mpipar", "numpy", "numba", "llvmlite", "mpi4py", "mpich", "openmpi")
 SMALL_SHARED_MEMORY = 64 << 20  # bytes: containers often have as little
 
@@ -41,9 +41,9 @@ def main(arguments: list[str]) -> int:
 def compile_ahead(dtype: str) -> tuple[float, int]:
     """(seconds, number of kernels compiled): processes on all cores divide the kernels; what is there is only loaded."""
     start = time.perf_counter()
-    workers = min(available_cores(), len(MODULES))
-    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        compiled = sum(pool.map(_compile, range(len(MODULES)), [dtype] * len(MODULES)))
+    parts = len(compile_tasks(dtype))
+    with concurrent.futures.ProcessPoolExecutor(min(available_cores(), parts), multiprocessing.get_context("spawn")) as pool:
+        compiled = sum(pool.map(_compile, range(parts), [dtype] * parts))
     return time.perf_counter() - start, compiled
 
 

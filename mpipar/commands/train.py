@@ -28,6 +28,7 @@ from mpipar.engine.metrics import MetricsFile, Throughput, check_folder, check_w
 from mpipar.engine.optimizer import SGD, AdamW
 from mpipar.engine.trainer import Trainer
 from mpipar.kernels.cache import is_cold
+from mpipar.kernels.dtypes import as_dtype
 from mpipar.kernels.settings import settings
 from mpipar.kernels.threads import limit_threads
 from mpipar.models.gpt import GPT
@@ -123,7 +124,7 @@ def sources(config: Config):
     common = dict(global_batch=config.global_batch, seed=config.seed)
     if config.data == "random":
         if config.model == "mlp":
-            return RandomVectors(dim=config.dim, dtype=config.dtype, **common), None, None
+            return RandomVectors(dim=config.dim, dtype=as_dtype(config.dtype), **common), None, None
         return RandomTokens(vocab=config.vocab, seq=config.seq, **common), None, None
     tokens = load_text(config.data)
     if config.model == "gpt" and tokens.max() >= config.vocab:
@@ -133,7 +134,7 @@ def sources(config: Config):
     def source(part, name, drop_last):
         try:
             if config.model == "mlp":
-                return TextVectors(part, dim=config.dim, dtype=config.dtype, drop_last=drop_last, **common)
+                return TextVectors(part, dim=config.dim, dtype=as_dtype(config.dtype), drop_last=drop_last, **common)
             return TextWindows(part, seq=config.seq, drop_last=drop_last, **common)
         except ValueError as error:
             raise ValueError(f"the {name} part of --data {config.data} (--held-out {config.held_out}): {error}") from None

@@ -23,8 +23,8 @@ class Optimizer:
 
     def __init__(self, options: AdamW | SGD, model: Model):
         self.model = model
-        parts = [model.buffers] if model.zero is None else model.zero.units
-        self.states = [options.start(part) for part in parts]
+        self.parts = [model.buffers] if model.zero is None else model.zero.units
+        self.states = [options.start(part) for part in self.parts]
 
     def update(self, *, lr: float, step: int, grad_scale: float = 1.0) -> None:
         """See AdamWState.update; collective over the replicas under ZeRO."""
@@ -34,10 +34,11 @@ class Optimizer:
             self.model.zero.publish()
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes that this rank holds between steps: of parameters, gradients and the optimizer's state."""
+        """Bytes that this rank holds between steps: of parameters, gradients and the optimizer's state, masters included."""
         zero, buffers = self.model.zero, self.model.buffers
         held = {}
         for name, what in (("parameters", "data"), ("gradients", "grad")):
             whole = getattr(buffers, what)
             held[name] = whole.nbytes if whole is not None else sum(getattr(unit, what).nbytes for unit in zero.units)
-        return {**held, "optimizer": sum(state.nbytes for state in self.states)}
+        masters = sum(part.master.nbytes for part in self.parts if part.copy is not None)
+        return {**held, "optimizer": masters + sum(state.nbytes for state in self.states)}

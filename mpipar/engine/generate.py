@@ -46,10 +46,11 @@ def whole_row(model: GPT, logits: np.ndarray) -> np.ndarray:
 
 def draw(logits: np.ndarray, temperature: float, random: np.random.Generator) -> int:
     """One token from softmax(logits / temperature)."""
+    logits = logits.astype(np.float64)
     if temperature == 0:
         return int(logits.argmax())
     if not np.isfinite(logits).all():
         raise ValueError("the model's logits are not finite: it has diverged, and no text can be drawn from it")
-    scaled = logits.astype(np.float64) / temperature
+    scaled = logits / temperature
     weights = np.exp(scaled - scaled.max())
     return int(random.choice(len(logits), p=weights / weights.sum()))

@@ -9,7 +9,7 @@ import numpy as np
 from mpipar.kernels.loss import sum_squares
 from mpipar.models.model import Model
 from mpipar.nn.parameter import Parameter
-from mpipar.parallel.data import GradientReducer
+from mpipar.parallel.data import GradientReducer, sum_gradients
 from mpipar.parallel.deterministic import TreeReducer
 
 
@@ -23,7 +23,7 @@ class Gradients:
         elif deterministic:
             self.reducer = TreeReducer(model.buffers, model.mesh.dp, micro_batches, len(model.chunks))
         else:
-            self.reducer = GradientReducer(model.buffers.grad, model.mesh.dp)
+            self.reducer = GradientReducer(model.buffers.grad, model.mesh.dp, model.dtype)
         whole_elsewhere = model.zero is None and model.mesh.dp.rank > 0
         self.counted = [] if whole_elsewhere else [p for p in model.parameters if model.counts_here(p)]
 
@@ -39,7 +39,7 @@ class Gradients:
     def reduce_tied(self) -> None:
         """Both ends of the pipeline add their parts of a tied parameter's gradient, so both copies stay equal."""
         for parameter in self.model.tied:
-            self.model.mesh.ends.all_reduce(self.own(parameter))
+            sum_gradients(self.model.mesh.ends, self.own(parameter), self.model.dtype)
 
     def own(self, parameter: Parameter) -> np.ndarray:
         """What this rank holds of a parameter's gradient."""

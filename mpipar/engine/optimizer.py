@@ -35,8 +35,8 @@ class AdamWState:
     def __init__(self, options: AdamW, buffers: FlatBuffers):
         self.options = options
         self.buffers = buffers
-        self.first = aligned_zeros(buffers.size, buffers.dtype)
-        self.second = aligned_zeros(buffers.size, buffers.dtype)
+        self.first = aligned_zeros(buffers.size, buffers.master.dtype)
+        self.second = aligned_zeros(buffers.size, buffers.master.dtype)
         self.decay = buffers.decay * options.weight_decay
 
     @property
@@ -48,8 +48,8 @@ class AdamWState:
         """One fused pass; `grad_scale` multiplies every gradient (clipping); `step` counts from 1."""
         b, o = self.buffers, self.options
         adamw(
-            b.data, b.grad, self.first, self.second, b.bounds, self.decay,
-            lr=lr, beta1=o.betas[0], beta2=o.betas[1], eps=o.eps, step=step, grad_scale=grad_scale,
+            b.master, b.grad, self.first, self.second, b.bounds, self.decay,
+            lr=lr, beta1=o.betas[0], beta2=o.betas[1], eps=o.eps, step=step, grad_scale=grad_scale, copy=b.copy,
         )
 
 
@@ -77,4 +77,4 @@ class SGDState:
     def update(self, *, lr: float, step: int, grad_scale: float = 1.0) -> None:
         """One pass; see AdamWState.update."""
         b = self.buffers
-        sgd(b.data, b.grad, b.bounds, self.decay, lr=lr, grad_scale=grad_scale)
+        sgd(b.master, b.grad, b.bounds, self.decay, lr=lr, grad_scale=grad_scale, copy=b.copy)

@@ -10,7 +10,9 @@ import numpy as np
 
 from .attention_backward import backward_head
 from .attention_tiles import BLOCK, aligned, column_of_tiles, pack_columns, pack_lines, write_transposed
+from .bfloat16 import rounded, widened
 from .cache import jit
+from .dtypes import bits, is_bfloat16, sums_dtype
 from .polynomials import VECTOR_FLAGS, exp
 from .threads import parallel_for
 from .vector import address, lanes, size_of, stand_alone
@@ -21,34 +23,36 @@ from .wide import wide_vectors
 def attention_forward(q, k, v, out, lse):
     """out = softmax(q k^T / sqrt(hd)) v, causal; lse[b, h, t] is the log of the softmax's denominator.
 
-    q, k, v, out: [B, T, H, hd], float32 or float64, unit stride in hd and any other strides, so that slices
-    of one [B, T, 3, H, hd] array serve as they are; lse: [B, H, T], C-contiguous. Extra memory: O(T hd) for
-    each thread."""
-    dtype = same_dtype(q, k, v, out, lse)
+    q, k, v, out: [B, T, H, hd], float32, float64 or bfloat16, unit stride in hd and any other strides, so that
+    slices of one [B, T, 3, H, hd] array serve as they are; lse: [B, H, T], C-contiguous, float32 where they are
+    bfloat16. Extra memory: O(T hd) for each thread."""
+    dtype = _numbers(lse, q, k, v, out)
     B, T, H, width = _check(lse, q, k, v, out)
-    heads = [_Heads(x) for x in (q, k, v)] + [_Heads(out, written=True)]
+    heads = [_Heads(bits(x)) for x in (q, k, v)] + [_Heads(bits(out), written=True)]
     steps = [x.row for x in heads]
     factor = dtype.type(1 / math.sqrt(max(width, 1)))
-    parallel_for(_forward_head, [(*(x.at(b, h) for x in heads), lse[b, h], *steps, width, factor)
+    head = _forward_head_bfloat16 if is_bfloat16(q.dtype) else _forward_head
+    parallel_for(head, [(*(x.at(b, h) for x in heads), lse[b, h], *steps, width, factor)
                                  for b in range(B) for h in range(H) if T])
     return out
 
 
 def attention_backward(q, k, v, out, lse, dout, dq, dk, dv):
     """Writes dq, dk, dv from the arrays of the forward pass and dout, all [B, T, H, hd] as there."""
-    dtype = same_dtype(q, k, v, out, lse, dout, dq, dk, dv)
+    dtype = _numbers(lse, q, k, v, out, dout, dq, dk, dv)
     B, T, H, width = _check(lse, q, k, v, out, dout, dq, dk, dv)
-    heads = [_Heads(x) for x in (q, k, v, out, dout)] + [_Heads(x, written=True) for x in (dq, dk, dv)]
+    heads = [_Heads(bits(x)) for x in (q, k, v, out, dout)] + [_Heads(bits(x), written=True) for x in (dq, dk, dv)]
     steps = [x.row for x in heads]
     factor = dtype.type(1 / math.sqrt(max(width, 1)))
-    parallel_for(backward_head, [(*(x.at(b, h) for x in heads), lse[b, h], *steps, width, factor)
+    head = _backward_head_bfloat16 if is_bfloat16(q.dtype) else backward_head
+    parallel_for(head, [(*(x.at(b, h) for x in heads), lse[b, h], *steps, width, factor)
                                  for b in range(B) for h in range(H) if T])
 
 
 def warm(dtype):
     """Compiles or loads every kernel of this file for a dtype."""
     x = [np.zeros((1, 2, 1, 4), dtype) for _ in range(8)]
-    lse = np.zeros((1, 1, 2), dtype)
+    lse = np.zeros((1, 1, 2), sums_dtype(dtype))
     attention_forward(*x[:4], lse)
     attention_backward(*x[:4], lse, *x[4:])
 
@@ -73,6 +77,14 @@ class _Heads:
 
     def at(self, b, h):
         return self.flat[b * self.sample + h * self.head:]
+
+
+def _numbers(lse, *heads):
+    """The dtype to compute in; ValueError unless the heads are of one dtype and lse of that of its sums."""
+    dtype = sums_dtype(same_dtype(*heads, bfloat16=True))
+    if lse.dtype != dtype:
+        raise ValueError(f"lse of {lse.dtype} for heads of {heads[0].dtype}: give {dtype}")
+    return dtype
 
 
 def _check(lse, *heads):
@@ -141,6 +153,49 @@ def _forward_head(q, k, v, out, lse, q_row, k_row, v_row, out_row, width, factor
             for i in range(line.size):
                 line[i] *= shrink[i]
         write_transposed(zero, sums_at, step, width, rows, work, out[i0 * out_row:], out_row)
+
+
+@jit
+def _forward_head_bfloat16(q, k, v, out, lse, q_row, k_row, v_row, out_row, width, factor):
+    """One head as float32 in memory of this call, then rounded."""
+    heads = np.empty((4, lse.size * width), np.float32)
+    _widen_rows(q, q_row, width, heads[0])
+    _widen_rows(k, k_row, width, heads[1])
+    _widen_rows(v, v_row, width, heads[2])
+    _forward_head(heads[0], heads[1], heads[2], heads[3], lse, width, width, width, width, width, factor)
+    _round_rows(heads[3], out, out_row, width)
+
+
+@jit
+def _backward_head_bfloat16(q, k, v, out, dout, dq, dk, dv, lse, q_row, k_row, v_row, out_row, dout_row, dq_row,
+                            dk_row, dv_row, width, factor):
+    heads = np.empty((8, lse.size * width), np.float32)
+    _widen_rows(q, q_row, width, heads[0])
+    _widen_rows(k, k_row, width, heads[1])
+    _widen_rows(v, v_row, width, heads[2])
+    _widen_rows(out, out_row, width, heads[3])
+    _widen_rows(dout, dout_row, width, heads[4])
+    backward_head(heads[0], heads[1], heads[2], heads[3], heads[4], heads[5], heads[6], heads[7], lse, width, width,
+                  width, width, width, width, width, width, width, factor)
+    _round_rows(heads[5], dq, dq_row, width)
+    _round_rows(heads[6], dk, dk_row, width)
+    _round_rows(heads[7], dv, dv_row, width)
+
+
+@jit
+def _widen_rows(x, row, width, out):
+    for r in range(out.size // max(width, 1)):
+        a, y = x[r * row:r * row + width], out[r * width:(r + 1) * width]
+        for d in range(y.size):
+            y[d] = widened(a[d])
+
+
+@jit
+def _round_rows(x, out, row, width):
+    for r in range(x.size // max(width, 1)):
+        a, y = x[r * width:(r + 1) * width], out[r * row:r * row + width]
+        for d in range(y.size):
+            y[d] = rounded(a[d])
 
 
 @jit(fastmath=VECTOR_FLAGS)

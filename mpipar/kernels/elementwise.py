@@ -2,7 +2,9 @@
 `plain.py`."""
 import numpy as np
 
+from .blocks import by_blocks, read, whole, write
 from .cache import jit
+from .dtypes import is_bfloat16
 from .polynomials import SUM_FLAGS
 from .threads import parallel_for
 from .views import begin_together, ranges, same_dtype, same_shape, source, target
@@ -14,6 +16,10 @@ BLOCK_ROWS = 64  # rows that are summed on their own before they join the total
 
 def add_bias(x, bias, out):
     """out[..., n] = x[..., n] + bias[n]; out may be x."""
+    if is_bfloat16(x.dtype):
+        columns = _check_bias(x, bias)
+        by_blocks(add_bias, read(source(x, columns)), whole(bias), write(target(out, columns)))
+        return out
     same_dtype(x, bias, out)
     same_shape(x, out)
     columns = _check_bias(x, bias)
@@ -28,6 +34,10 @@ def add_bias(x, bias, out):
 
 def add(a, b, out):
     """out = a + b; out may be either."""
+    if is_bfloat16(a.dtype):
+        same_shape(a, b, out)
+        by_blocks(add, read(source(a)), read(source(b)), write(target(out)))
+        return out
     same_dtype(a, b, out)
     same_shape(a, b, out)
     y = target(out)
@@ -41,8 +51,23 @@ def add(a, b, out):
     return out
 
 
+def scale(x, factor, out):
+    """out = factor * x; out may be x. factor: a number, taken in the dtype of sums over x."""
+    same_shape(x, out)
+    if is_bfloat16(x.dtype):
+        by_blocks(scale, read(source(x)), factor, write(target(out)))
+    else:
+        np.multiply(x, same_dtype(x, out).type(factor), out=out)
+    return out
+
+
 def bias_residual(x, bias, residual, out):
     """out[..., n] = (x + residual)[..., n] + bias[n], the end of a block; out may be x or residual."""
+    if is_bfloat16(x.dtype):
+        columns = _check_bias(x, bias)
+        by_blocks(bias_residual, read(source(x, columns)), whole(bias), read(source(residual, columns)),
+                  write(target(out, columns)))
+        return out
     same_dtype(x, bias, residual, out)
     same_shape(x, residual, out)
     columns = _check_bias(x, bias)
@@ -58,9 +83,15 @@ def bias_residual(x, bias, residual, out):
 
 
 def column_sum(dy, out, *, accumulate=True):
-    """out[n] (+)= sum over r of dy[r, n]: the gradient of a bias. dy: [R, N], C-contiguous; out: [N].
+    """out[n] (+)= sum over r of dy[r, n]: the gradient of a bias. dy: [R, N], C-contiguous; out: [N],
+    float32 where dy is bfloat16.
 
     Rows are summed in blocks of 64, the blocks' sums in float64: the rounding error does not grow with R."""
+    if is_bfloat16(dy.dtype):
+        if not accumulate:
+            out.fill(0)
+        by_blocks(column_sum, read(dy), out, ordered=True)
+        return out
     same_dtype(dy, out)
     rows, columns = dy.shape
     if out.shape != (columns,):

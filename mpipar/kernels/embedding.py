@@ -1,7 +1,9 @@
 """Rows of an embedding table that may be divided over ranks, and learned positions. Meaning: `plain.py`."""
 import numpy as np
 
+from .blocks import by_blocks, read, update, whole
 from .cache import jit
+from .dtypes import bits, is_bfloat16, sums_dtype
 from .threads import parallel_for
 from .views import ranges, same_dtype, source, target
 
@@ -13,16 +15,22 @@ def embedding_forward(tokens, weight, lo, out):
     """out[r] = weight[tokens[r] - lo], zero where the token's row is in another shard.
 
     tokens: int64 [R]; weight: [Vlocal, D], rows lo .. lo + Vlocal of the whole; out: [R, D]."""
-    same_dtype(weight, out)
+    same_dtype(weight, out, bfloat16=True)
     _check(tokens, weight, out)
+    weight, bit_rows = bits(weight), bits(out)  # a row is copied as it is
     columns = weight.shape[1]
-    t, w, y = _indices(tokens), source(weight, columns), target(out, columns)
+    t, w, y = _indices(tokens), source(weight, columns), target(bit_rows, columns)
     parallel_for(_forward, [(t[cut], w, int(lo), y[cut]) for cut in _row_ranges(out)])
     return out
 
 
 def embedding_backward(tokens, dy, lo, dweight):
-    """dweight[tokens[r] - lo] += dy[r] for the tokens of this shard, in the order of the rows."""
+    """dweight[tokens[r] - lo] += dy[r] for the tokens of this shard, in the order of the rows.
+
+    dweight: float32 where dy is bfloat16."""
+    if is_bfloat16(dy.dtype):
+        by_blocks(embedding_backward, read(tokens), read(dy), lo, dweight, ordered=True)
+        return dweight
     same_dtype(dy, dweight)
     _check(tokens, dweight, dy)
     columns = dy.shape[1]
@@ -33,6 +41,9 @@ def embedding_backward(tokens, dy, lo, dweight):
 
 def add_positions(x, positions):
     """x[b, t] += positions[t], in place. x: [B, T, D]; positions: [Tmax, D], Tmax >= T."""
+    if is_bfloat16(x.dtype):
+        by_blocks(add_positions, update(x), whole(_positions_of(x, positions)))
+        return x
     same_dtype(x, positions)
     table = _positions_of(x, positions)
     y, p = target(x, x.shape[2]), source(table, x.shape[2])
@@ -41,7 +52,11 @@ def add_positions(x, positions):
 
 
 def positions_backward(dy, dpositions):
-    """dpositions[t] += sum over b of dy[b, t]. dy: [B, T, D]; dpositions: [Tmax, D]."""
+    """dpositions[t] += sum over b of dy[b, t]. dy: [B, T, D]; dpositions: [Tmax, D],
+    float32 where dy is bfloat16."""
+    if is_bfloat16(dy.dtype):
+        by_blocks(positions_backward, read(dy), dpositions, ordered=True)
+        return dpositions
     same_dtype(dy, dpositions)
     table = _positions_of(dy, dpositions)
     d, p = source(dy, dy.shape[2]), target(table, dy.shape[2])
@@ -52,10 +67,11 @@ def positions_backward(dy, dpositions):
 def warm(dtype):
     """Compiles or loads every kernel of this file for a dtype."""
     tokens, x, y = np.zeros(2, np.int64), np.zeros((2, 4), dtype), np.zeros((2, 4), dtype)
+    sums = np.zeros((2, 4), sums_dtype(dtype))
     embedding_forward(tokens, x, 0, y)
-    embedding_backward(tokens, x, 0, y)
+    embedding_backward(tokens, x, 0, sums)
     add_positions(x[None], y)
-    positions_backward(x[None], y)
+    positions_backward(x[None], sums)
 
 
 def _row_ranges(x):

@@ -1,7 +1,9 @@
 """GeLU and its derivative, one pass over memory. The meaning of each function is in `plain.py`."""
 import numpy as np
 
+from .blocks import by_blocks, read, update, write
 from .cache import jit
+from .dtypes import is_bfloat16
 from .polynomials import VECTOR_FLAGS, exp, inlined, normal
 from .shapes import check_gelu_form
 from .threads import parallel_for
@@ -14,8 +16,11 @@ GRAIN = 16384
 def gelu_forward(x, out, *, form="erf"):
     """out = x * Phi(x), exact ("erf") or by its tanh approximation ("tanh"). ValueError for another form.
 
-    Hendrycks and Gimpel 2016. x, out: any shape, C-contiguous, float32 or float64; out may be x."""
+    Hendrycks and Gimpel 2016. x, out: any shape, C-contiguous, float32, float64 or bfloat16; out may be x."""
     check_gelu_form(form)
+    if is_bfloat16(x.dtype):
+        by_blocks(gelu_forward, read(source(x)), write(target(out)), form=form)
+        return out
     same_dtype(x, out)
     same_shape(x, out)
     a, y = source(x), target(out)
@@ -30,6 +35,9 @@ def gelu_forward(x, out, *, form="erf"):
 def gelu_backward(x, dy, dx, *, form="erf"):
     """dx = dy * gelu'(x); dx may be dy. Arrays and errors as for `gelu_forward`."""
     check_gelu_form(form)
+    if is_bfloat16(x.dtype):
+        by_blocks(gelu_backward, read(source(x)), read(source(dy)), write(target(dx)), form=form)
+        return dx
     same_dtype(x, dy, dx)
     same_shape(x, dy, dx)
     a, d, y = source(x), source(dy), target(dx)
@@ -48,6 +56,9 @@ def gelu_again(x, dy, *, form="erf"):
 
     Arrays and errors as for `gelu_forward`; x and dy are different memory."""
     check_gelu_form(form)
+    if is_bfloat16(x.dtype):
+        by_blocks(gelu_again, update(target(x)), update(target(dy)), form=form)
+        return
     same_dtype(x, dy)
     same_shape(x, dy)
     y, d = target(x), target(dy)

@@ -8,7 +8,7 @@ from .cache import jit
 from .gemm_finish import finish_part
 from .gemm_pack import pack_panel
 from .host import host
-from .vector import LINE, TILE_ROWS, address, lanes, load, size_of, store, tile, tile_ahead
+from .vector import LINE, TILE_ROWS, address, lanes, load, number_of, size_of, store, tile, tile_ahead
 
 GAP = 64  # bytes between panels of A: packing writes up to a vector beyond each
 GROUP = 4  # panels of B that are packed together
@@ -24,7 +24,8 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                     work_a, work_b, work_bias):
     """out (+)= a @ b (+ bias) for 2-D arrays of any strides (out: unit stride along a row).
 
-    All have zero's type. bias: [n], or empty for none. kc, mc, nc: block sizes along k, m, n, multiples of
+    All have zero's type; or zero and out are float32, and a, b and bias the bits of bfloat16 (uint16), which packing
+    turns into float32 (`thin` is then false: nothing is read in place). bias: [n], or empty for none. kc, mc, nc: block sizes along k, m, n, multiples of
     nothing in particular. finish: what is done to each part of out while it is still near (see
     `gemm_finish.py`); flat, other: out and the other array of it as flat memory, row and other_row: elements
     from one of their rows to the next. thin: m is small, b has unit stride along its rows and is read where it
@@ -36,17 +37,19 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
     size, vector = size_of(zero), lanes(zero)
     panel = 2 * vector
     group = GROUP * panel
+    element, element_bias = a.dtype.type(0), bias.dtype.type(0)
+    source_size = size_of(element)  # of an element of a or b; `size` is that of a number in panels and in out
     none = n - n  # a zero that Numba does not take for a constant
     a_at, a_row, a_k = address(a), a.strides[0], a.strides[1]
     b_at, b_k, b_column = address(b), b.strides[0], b.strides[1]
     c_at, c_row = address(out), out.strides[0]
     has_bias = bias.shape[0] > 0
     if has_bias:
-        _copy_bias(zero, bias, n, panel, work_bias)
+        _copy_bias(element_bias, bias, n, panel, work_bias)
     if thin:
         panels = -(-m // TILE_ROWS)
         base, longer = m // panels, m % panels
-        _pack_rows(zero, a_at, a_row, a_k, panels, base, longer, none, k, work_a)
+        _pack_rows(element, a_at, a_row, a_k, panels, base, longer, none, k, work_a)
         for p0 in range(0, k, kc):
             depth = min(kc, k - p0)
             adding = accumulate or p0 > 0
@@ -56,7 +59,7 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                 next_b = source + panel * size
                 if columns % vector != 0:  # whole vectors would reach beyond b
                     width = vector if columns <= vector else panel
-                    pack_panel(zero, source, size + none, b_k, columns, none, depth, width, work_b)
+                    pack_panel(element, source, size + none, b_k, columns, none, depth, width, work_b)
                     source, step = work_b, width * size
                 start = none
                 if has_bias and p0 == 0:
@@ -81,12 +84,12 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                 panels = -(-rows_here // TILE_ROWS)
                 base, longer = rows_here // panels, rows_here % panels
                 next_a = a_at + i0 * a_row + p0 * a_k
-                _pack_rows(zero, next_a, a_row, a_k, panels, base, longer, m - i0 - rows_here, depth, work_a)
+                _pack_rows(element, next_a, a_row, a_k, panels, base, longer, m - i0 - rows_here, depth, work_a)
                 # What the next block of A is read from: `ask` rows of cache lines, `a_line` bytes apart.
                 next_a += rows_here * a_row
                 a_line, asked, ask = a_row, none, min(mc, m - i0 - rows_here)
-                if a_row == size:
-                    a_line, ask = LINE + none, -(-ask * size // LINE)
+                if a_row == source_size:
+                    a_line, ask = LINE + none, -(-ask * source_size // LINE)
                 for j in range(0, columns_here, panel):
                     columns = min(panel, columns_here - j)
                     width = vector if columns <= vector else panel
@@ -100,9 +103,9 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                         source = b_at + p0 * b_k + (j0 + j) * b_column
                         if in_group == 0:
                             here = min(group, columns_here - j)
-                            _pack_columns(zero, source, b_column, b_k, here, n - j0 - j - here, depth, b_panel)
+                            _pack_columns(element, source, b_column, b_k, here, n - j0 - j - here, depth, b_panel)
                         next_b, line, step = source + group * b_column, LINE + none, b_k
-                        if b_column != size:
+                        if b_column != source_size:
                             line, lines = b_column, panel
                     start = none
                     if has_bias and p0 == 0:
@@ -133,9 +136,9 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
 
 @jit(inline=True)
 def _copy_bias(zero, bias, n, panel, target):
-    size = size_of(zero)
+    size = size_of(number_of(zero))
     for j in range(n + panel):  # zeros beyond, for the edge tile
-        value = zero
+        value = number_of(zero)
         if j < n:
             value = load(zero, address(bias) + j * bias.strides[0])
         store(value, target + j * size)
@@ -144,8 +147,8 @@ def _copy_bias(zero, bias, n, panel, target):
 @jit(inline=True)
 def _pack_rows(zero, source, a_row, a_k, panels, base, longer, beyond, depth, target):
     # Panels of base + 1 rows (the first `longer` of them) and of base rows; `beyond` more rows follow in memory.
-    size = size_of(zero)
-    strip = STRIP if a_row == size else depth
+    size = size_of(number_of(zero))
+    strip = STRIP if a_row == size_of(zero) else depth
     for p in range(0, depth, strip):
         steps = min(strip, depth - p)
         a, to = source + p * a_k, target
@@ -159,8 +162,8 @@ def _pack_rows(zero, source, a_row, a_k, panels, base, longer, beyond, depth, ta
 
 @jit(inline=True)
 def _pack_columns(zero, source, b_column, b_k, columns, beyond, depth, target):
-    size, vector = size_of(zero), lanes(zero)
-    strip = STRIP if b_column == size else depth
+    size, vector = size_of(number_of(zero)), lanes(zero)
+    strip = STRIP if b_column == size_of(zero) else depth
     for p in range(0, depth, strip):
         steps = min(strip, depth - p)
         for j in range(0, columns, 2 * vector):

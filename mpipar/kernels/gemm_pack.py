@@ -1,25 +1,26 @@
 """Packing for the blocked product: operands of any strides become panels that are read in order.
 
 A panel holds `width` lines (rows of A, or columns of B) side by side: for each step of k, `width` consecutive
-elements. One function serves both operands and every transposition, because a line has a step of its own and
-k has another.
+numbers. One function serves both operands and every transposition, because a line has a step of its own and
+k has another. bfloat16 becomes float32 on the way.
 """
 
 from .cache import jit
-from .vector import LINE, copy_lanes, copy_vector, lanes, load, size_of, stand_alone, store, transpose_lanes
+from .vector import (LINE, copy_lanes, copy_vector, lanes, load, number_of, size_of, stand_alone, store,
+                     transpose_lanes)
 
 
 @jit
 def pack_panel(zero, source, line_step, k_step, lines, beyond, k, width, target):
     """target[p, i] = source[i * line_step + p * k_step] for i < lines, p < k; `width` elements a row.
 
-    All arguments but zero are addresses, bytes and counts. lines <= width. beyond: how many more lines lie behind
-    these and may be read: whole vectors are then read where the last one is not all wanted. Up to a vector beyond the panel is
-    overwritten, so panels are packed in the order of their addresses. Places i >= lines hold harmless numbers
+    All arguments but zero, a number of the source's type, are addresses, bytes and counts. lines <= width. beyond: how
+    many more lines lie behind these and may be read: whole vectors are then read where the last one is not all wanted.
+    Up to a vector beyond the panel is overwritten, so panels are packed in the order of their addresses. Places i >= lines hold harmless numbers
     where width is whole vectors.
     """
     stand_alone(zero)
-    size = size_of(zero)
+    size, packed = size_of(zero), size_of(number_of(zero))
     if line_step == size:
         _copy(zero, source, k_step, lines, beyond, k, width, target)
         return
@@ -29,43 +30,43 @@ def pack_panel(zero, source, line_step, k_step, lines, beyond, k, width, target)
         _transpose(zero, source, line_step, lines, whole, width, target)
     for p in range(whole, k):
         for i in range(width):
-            value = zero
+            value = number_of(zero)
             if i < lines:
                 value = load(zero, source + i * line_step + p * k_step)
-            store(value, target + (p * width + i) * size)
+            store(value, target + (p * width + i) * packed)
 
 
 @jit(inline=True)
 def _copy(zero, source, k_step, lines, beyond, k, width, target):
     # Lines lie side by side in memory already.
-    size, vector = size_of(zero), lanes(zero)
-    next_vector = vector * size
+    size, packed, vector = size_of(zero), size_of(number_of(zero)), lanes(zero)
+    next_source, next_target = vector * size, vector * packed
     if lines <= vector <= lines + beyond:
         for p in range(k):
-            copy_vector(zero, source + p * k_step, target + p * width * size)
+            copy_vector(zero, source + p * k_step, target + p * width * packed)
         return
     if vector < lines and 2 * vector <= lines + beyond:
         for p in range(k):
-            here, to = source + p * k_step, target + p * width * size
+            here, to = source + p * k_step, target + p * width * packed
             copy_vector(zero, here, to)
-            copy_vector(zero, here + next_vector, to + next_vector)
+            copy_vector(zero, here + next_source, to + next_target)
         return
     for p in range(k):
         for i in range(0, lines, vector):
-            copy_lanes(zero, source + i * size, target + i * size, min(vector, lines - i))
+            copy_lanes(zero, source + i * size, target + i * packed, min(vector, lines - i))
         source += k_step
-        target += width * size
+        target += width * packed
 
 
 @jit(inline=True)
 def _transpose(zero, source, line_step, lines, k, width, target):
     # Each line runs along k. The last lines go first: what they write beyond the row is then overwritten. A whole
     # cache line of each is used at once: where lines are a power of two apart, few stay in the nearest cache.
-    size, vector = size_of(zero), lanes(zero)
+    size, packed, vector = size_of(zero), size_of(number_of(zero)), lanes(zero)
     last = (lines - 1) // vector * vector
     run = LINE // size
     for p0 in range(0, k, run):
         for i in range(last, -1, -vector):
             for p in range(p0, min(p0 + run, k), vector):
                 transpose_lanes(zero, source + i * line_step + p * size, line_step, min(vector, lines - i),
-                                target + (p * width + i) * size, width * size)
+                                target + (p * width + i) * packed, width * packed)

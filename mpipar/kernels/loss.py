@@ -5,7 +5,9 @@ then sums). Meaning: `plain.py`.
 """
 import numpy as np
 
+from .blocks import by_blocks, read, write
 from .cache import jit
+from .dtypes import is_bfloat16
 from .polynomials import SUM_FLAGS, exp
 from .threads import parallel_for
 from .views import begin_together, ranges, same_dtype, same_shape, source, target
@@ -18,7 +20,10 @@ BLOCK = 4096  # elements whose squares are summed on their own
 
 def row_max(logits, out):
     """out[r] = the largest of logits[r, :]; -inf if this shard has no column. logits: [R, Vlocal]; out:
-    [R]."""
+    [R], float32 where logits are bfloat16 (as are all numbers of a row below)."""
+    if is_bfloat16(logits.dtype):
+        by_blocks(row_max, read(logits), write(out))
+        return out
     same_dtype(logits, out)
     a, y = source(logits, logits.shape[1]), target(out)
     _check_rows(logits, out)
@@ -33,6 +38,10 @@ def cross_entropy_sums(logits, maximum, targets, lo, sum_exp, target_logit):
     logits: [R, Vlocal], columns lo .. lo + Vlocal of the whole. targets: int64 [R]; target_logit is 0 where
     the target lies in another shard or is negative (ignored). With both summed over the shards, the loss of a
     row is log(sum_exp) + maximum - target_logit. Megatron-LM (Shoeybi et al. 2019), section 3."""
+    if is_bfloat16(logits.dtype):
+        by_blocks(cross_entropy_sums, read(logits), read(maximum), read(targets), lo, write(sum_exp),
+                  write(target_logit))
+        return
     same_dtype(logits, maximum, sum_exp, target_logit)
     _check_rows(logits, maximum, targets, sum_exp, target_logit)
     a, m, t = source(logits, logits.shape[1]), source(maximum), _indices(targets)
@@ -45,6 +54,10 @@ def cross_entropy_backward(logits, maximum, sum_exp, targets, lo, scale, dlogits
     logits.
 
     maximum, sum_exp: [R], over the whole vocabulary; the rest as for `cross_entropy_sums`."""
+    if is_bfloat16(logits.dtype):
+        by_blocks(cross_entropy_backward, read(logits), read(maximum), read(sum_exp), read(targets), lo, scale,
+                  write(dlogits))
+        return dlogits
     dtype = same_dtype(logits, maximum, sum_exp, dlogits)
     same_shape(logits, dlogits)
     _check_rows(logits, maximum, targets, sum_exp)
@@ -62,6 +75,10 @@ def cross_entropy_backward(logits, maximum, sum_exp, targets, lo, scale, dlogits
 def sum_squares(x):
     """Sum of squares of all elements, as a float. Summed in float64, in blocks, in one order for any number
     of threads."""
+    if is_bfloat16(x.dtype):
+        sums = []
+        by_blocks(lambda block: sums.append(sum_squares(block)), read(source(x)), ordered=True)
+        return float(sum(sums))
     same_dtype(x)
     a = source(x)
     partial = np.empty(-(-a.size // BLOCK))

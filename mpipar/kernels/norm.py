@@ -1,7 +1,9 @@
 """Layer normalisation over the last axis. The meaning of each function is in `plain.py`."""
 import numpy as np
 
+from .blocks import by_blocks, read, whole, write
 from .cache import jit
+from .dtypes import is_bfloat16
 from .polynomials import SUM_FLAGS
 from .threads import parallel_for
 from .views import ranges, same_dtype, same_shape, source, target
@@ -14,8 +16,11 @@ def layernorm_forward(x, gamma, beta, out, mean, rstd, *, eps=1e-5):
     """out[r] = (x[r] - mean[r]) * rstd[r] * gamma + beta, rstd = 1 / sqrt(biased variance + eps).
 
     Ba, Kiros and Hinton 2016. x, out: [R, D] (out may be x); gamma, beta: [D]; mean, rstd: [R], kept for the
-    backward pass. Mean and variance take two passes over a row, which the first has brought into the
-    cache."""
+    backward pass (float32 where x is bfloat16). Mean and variance take two passes over a row, which the first
+    has brought into the cache."""
+    if is_bfloat16(x.dtype):
+        by_blocks(layernorm_forward, read(x), whole(gamma), whole(beta), write(out), write(mean), write(rstd), eps=eps)
+        return out
     dtype = same_dtype(x, gamma, beta, out, mean, rstd)
     same_shape(x, out)
     same_shape(mean, rstd)
@@ -30,6 +35,9 @@ def layernorm_forward(x, gamma, beta, out, mean, rstd, *, eps=1e-5):
 
 def layernorm_again(x, gamma, beta, mean, rstd, out):
     """out = what `layernorm_forward` gave, from the row statistics it kept; arrays as there."""
+    if is_bfloat16(x.dtype):
+        by_blocks(layernorm_again, read(x), whole(gamma), whole(beta), read(mean), read(rstd), write(out))
+        return out
     same_dtype(x, gamma, beta, mean, rstd, out)
     same_shape(x, out)
     same_shape(mean, rstd)
@@ -42,9 +50,13 @@ def layernorm_again(x, gamma, beta, mean, rstd, out):
 
 def layernorm_backward(x, gamma, mean, rstd, dy, dx, dgamma, dbeta, *, residual=None):
     """dx = gradient through the norm (+ residual [R, D]); dgamma and dbeta [D] are added to. dx may be dy or
-    residual.
+    residual; with bfloat16, mean, rstd, dgamma and dbeta are float32.
 
     The residual is the gradient that went round the norm: its sum with dx needs no pass of its own."""
+    if is_bfloat16(x.dtype):
+        by_blocks(layernorm_backward, read(x), whole(gamma), read(mean), read(rstd), read(dy), write(dx), dgamma, dbeta,
+                  residual=None if residual is None else read(residual), ordered=True)
+        return dx
     same_dtype(x, gamma, mean, rstd, dy, dx, dgamma, dbeta)
     same_shape(x, dy, dx)
     same_shape(mean, rstd)

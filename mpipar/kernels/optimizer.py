@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 
+from .bfloat16 import narrow
 from .cache import jit
 from .threads import parallel_for
 from .views import ranges, same_dtype, same_shape, source, target
@@ -14,13 +15,13 @@ from .views import ranges, same_dtype, same_shape, source, target
 GRAIN = 65536
 
 
-def adamw(p, g, m, v, bounds, decay, *, lr, beta1, beta2, eps, step, grad_scale=1.0):
+def adamw(p, g, m, v, bounds, decay, *, lr, beta1, beta2, eps, step, grad_scale=1.0, copy=None):
     """One step of AdamW (Loshchilov and Hutter 2019, in the form of torch.optim.AdamW), in place on p, m and
     v.
 
     p, g, m, v: flat arrays of one length. Segment i = [bounds[i], bounds[i + 1]) has weight decay decay[i];
     elements outside all segments stay as they are. step counts from 1. g is read as g * grad_scale
-    (clipping)."""
+    (clipping). copy: bfloat16, receives p (float32) rounded, part by part while it is in the cache."""
     number = same_dtype(p, g, m, v).type
     same_shape(p, g, m, v)
     if step < 1:
@@ -31,18 +32,18 @@ def adamw(p, g, m, v, bounds, decay, *, lr, beta1, beta2, eps, step, grad_scale=
     constants = tuple(number(value) for value in (
         grad_scale, beta1, 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**step), eps,
         lr / (1 - beta1**step)))
-    parallel_for(_adamw, [(a[cut], b[cut], c[cut], d[cut], edges, keep, cut.start, *constants)
-                          for cut in ranges(a.size, GRAIN)])
+    _update(_adamw, [(a[cut], b[cut], c[cut], d[cut], edges, keep, cut.start, *constants)
+                     for cut in _cuts(a, copy)], copy)
 
 
-def sgd(p, g, bounds, decay, *, lr, grad_scale=1.0):
-    """p -= lr * (g * grad_scale + decay * p), in place; the segments as for `adamw`."""
+def sgd(p, g, bounds, decay, *, lr, grad_scale=1.0, copy=None):
+    """p -= lr * (g * grad_scale + decay * p), in place; the segments and `copy` as for `adamw`."""
     number = same_dtype(p, g).type
     same_shape(p, g)
     edges, rates = _segments(p, bounds, decay)
     a, b, rates = target(p), source(g), rates.astype(p.dtype)
-    parallel_for(_sgd, [(a[cut], b[cut], edges, rates, cut.start, number(lr), number(grad_scale))
-                        for cut in ranges(a.size, GRAIN)])
+    _update(_sgd, [(a[cut], b[cut], edges, rates, cut.start, number(lr), number(grad_scale))
+                   for cut in _cuts(a, copy)], copy)
 
 
 def warm(dtype):
@@ -50,6 +51,25 @@ def warm(dtype):
     p, g, m, v = (np.zeros(4, dtype) for _ in range(4))
     adamw(p, g, m, v, [0, 4], [0.0], lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, step=1)
     sgd(p, g, [0, 4], [0.0], lr=1e-3)
+
+
+def _cuts(p, copy):
+    if copy is None:
+        return ranges(p.size, GRAIN)
+    same_shape(p, copy)
+    return [slice(lo, min(lo + GRAIN, p.size)) for lo in range(0, p.size, GRAIN)]
+
+
+def _update(kernel, tasks, copy):
+    if copy is None:
+        parallel_for(kernel, tasks)
+        return
+
+    def update_and_round(number, task):
+        kernel(*task)
+        narrow(task[0], copy[number * GRAIN:number * GRAIN + task[0].size])
+
+    parallel_for(update_and_round, list(enumerate(tasks)))
 
 
 def _segments(p, bounds, decay):

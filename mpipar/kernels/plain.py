@@ -3,7 +3,7 @@ them with.
 
 Each function has the name and the signature of its compiled twin (`gelu.py`, `norm.py`, ...). Results are
 written into the arrays that the caller gives. Nothing here is tuned; attention, for one, builds the whole T x
-T matrix.
+T matrix. A kernel over bfloat16 means: its arrays widened, these functions in float32, the results rounded.
 
 Shapes: B batch, T tokens, D model width, H heads, V vocabulary, R rows (usually B * T).
 """
@@ -14,6 +14,30 @@ import numpy as np
 from .shapes import check_gelu_form, check_probability
 
 _erf = np.frompyfunc(math.erf, 1, 1)
+
+
+# bfloat16
+
+def widen(x, out):
+    """out = x; x: bfloat16, out: float32. A bfloat16 is the upper half of a float32."""
+    out[...] = (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return out
+
+
+def narrow(x, out):
+    """out = x, rounded to the nearest bfloat16, ties to the one with an even last bit; NaN stays NaN."""
+    word = np.ascontiguousarray(x).view(np.uint32)
+    nearest = ((word.astype(np.uint64) + 0x7FFF + ((word >> 16) & 1)) >> 16).astype(np.uint16)
+    out.view(np.uint16)[...] = np.where(np.isnan(x), (word >> 16).astype(np.uint16) | 0x40, nearest)
+    return out
+
+
+def sum_parts(parts, out, *, factor=1.0):
+    """out[n] = factor * (parts[0, n] + parts[1, n] + ...), summed in float32 in this order, then rounded once."""
+    total = np.zeros(parts.shape[1], np.float32)
+    for part in parts:
+        total += widen(part, np.empty(part.shape, np.float32))
+    return narrow(total * np.float32(factor), out)
 
 
 # GeLU
@@ -63,6 +87,11 @@ def add_bias(x, bias, out):
 def add(a, b, out):
     """out = a + b; out may be either."""
     return np.add(a, b, out=out)
+
+
+def scale(x, factor, out):
+    """out = factor * x."""
+    return np.multiply(x, x.dtype.type(factor), out=out)
 
 
 def bias_residual(x, bias, residual, out):

@@ -9,7 +9,9 @@ import math
 
 import numpy as np
 
+from .blocks import by_blocks, read, write
 from .cache import jit
+from .dtypes import is_bfloat16
 from .polynomials import inlined
 from .shapes import check_probability
 from .threads import parallel_for
@@ -54,13 +56,16 @@ def dropout(x, out, *, key, step, samples, offset, p):
     int64 [B], numbers of the global batch's samples; offset: the place of column 0 in the global row.
     ValueError unless 0 <= p < 1."""
     check_probability(p)
-    dtype = same_dtype(x, out)
     same_shape(x, out)
     if x.ndim != 2 or np.shape(samples) != x.shape[:1]:
         raise ValueError(f"dropout of {x.shape} with samples {np.shape(samples)}: "
                          "give [B, E] and one sample for each row")
-    a, y = source(x, x.shape[1]), target(out, x.shape[1])
     rows = np.array(samples, np.int64)
+    if is_bfloat16(x.dtype):
+        by_blocks(dropout, read(x), write(out), key=key, step=step, samples=read(rows), offset=offset, p=p)
+        return out
+    dtype = same_dtype(x, out)
+    a, y = source(x, x.shape[1]), target(out, x.shape[1])
     threshold, factor = u32(min(round(p * 2**32), 2**32 - 1)), dtype.type(1 / (1 - p))
     head = (_word64(key), _word64(step))
     kernel = _dropout_in_place if begin_together(x, out) else _dropout

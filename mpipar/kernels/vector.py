@@ -2,8 +2,9 @@
 registers.
 
 Everything here works on addresses (`address(array)`), byte strides and counts, inside compiled code; nothing
-is checked. The first argument `zero` is a number of the element type: it selects float32 or float64. The
-caller keeps the arrays alive.
+is checked. The first argument `zero` is a number of the element type: it selects float32 or float64, and in
+what reads operands also uint16, the bits of bfloat16, which become float32 (`number_of`). The caller keeps the
+arrays alive.
 
 Packed panels, the layout that `tile` reads: of A, `rows` consecutive elements for each step of k; of B, one
 or two whole vectors for each step of k. Source of the scheme: Goto and van de Geijn, "Anatomy of
@@ -22,6 +23,7 @@ HOST = host()
 TILE_ROWS = HOST.tile_rows
 TILE_VECTORS = HOST.tile_vectors
 LINE = 64  # bytes of a cache line
+PAGE = 4096  # bytes: the smallest page of memory of any system
 DISTANCE = 16  # steps of k between asking for a line of a panel and using it
 LANES = {32: HOST.vector_bytes // 4, 64: HOST.vector_bytes // 8}
 
@@ -72,7 +74,7 @@ def address(context, array):
 def lanes(context, zero):
     """Elements of zero's type in one vector register (a constant of the compiled code)."""
     def generate(ctx, builder, signature, arguments):
-        return ir.Constant(ir.IntType(64), LANES[zero.bitwidth])
+        return ir.Constant(ir.IntType(64), LANES[_number(zero).bitwidth])
     return types.int64(zero), generate
 
 
@@ -84,12 +86,25 @@ def size_of(context, zero):
     return types.int64(zero), generate
 
 
+def _number(element):
+    """The type that elements are computed in."""
+    return types.float32 if element == types.uint16 else element
+
+
+@intrinsic
+def number_of(context, zero):
+    """Zero of the type that elements of zero's type are computed in."""
+    def generate(ctx, builder, signature, arguments):
+        return ir.Constant(ir.FloatType() if _number(zero).bitwidth == 32 else ir.DoubleType(), 0.0)
+    return _number(zero)(zero), generate
+
+
 @intrinsic
 def load(context, zero, where):
-    """The element at an address."""
+    """The number at an address."""
     def generate(ctx, builder, signature, arguments):
         return _Code(builder, zero).load_element(arguments[1])
-    return zero(zero, types.int64), generate
+    return _number(zero)(zero, types.int64), generate
 
 
 @intrinsic
@@ -104,22 +119,22 @@ def store(context, value, where):
 
 @intrinsic
 def copy_lanes(context, zero, source, target, count):
-    """Copies `count` (at most a vector) elements from address to address; a whole vector is written at the
-    target."""
+    """Copies `count` (at most a vector) elements from address to address; a whole vector of numbers is written at
+    the target."""
     def generate(ctx, builder, signature, arguments):
         code = _Code(builder, zero)
         _, source, target, count = arguments
-        code.store(code.masked_load(source, code.mask(count)), target)
+        code.store(code.masked_source(source, code.mask(count)), target)
         return ctx.get_dummy_value()
     return types.void(zero, types.int64, types.int64, types.int64), generate
 
 
 @intrinsic
 def copy_vector(context, zero, source, target):
-    """Copies a whole vector from address to address."""
+    """Copies a whole vector from address to address, as numbers."""
     def generate(ctx, builder, signature, arguments):
         code = _Code(builder, zero)
-        code.store(code.load(arguments[1]), arguments[2])
+        code.store(code.source(arguments[1]), arguments[2])
         return ctx.get_dummy_value()
     return types.void(zero, types.int64, types.int64), generate
 
@@ -138,7 +153,7 @@ def transpose_lanes(context, zero, source, source_step, lines, target, target_st
         vectors = []
         for i in range(code.width):
             line = code.minimum(code.integer(i), last)
-            vectors.append(code.load(builder.add(source, builder.mul(line, source_step))))
+            vectors.append(code.source(builder.add(source, builder.mul(line, source_step))))
         for i, vector in enumerate(code.transpose(vectors)):
             code.store(vector, builder.add(target, builder.mul(code.integer(i), target_step)))
         return ctx.get_dummy_value()
@@ -273,13 +288,14 @@ class _Code:
 
     def __init__(self, builder, element):
         self.builder = builder
-        self.bits = element.bitwidth
-        self.size = self.bits // 8
+        self.bits = _number(element).bitwidth
+        self.size = self.bits // 8  # of a number, as it lies in panels
         self.width = LANES[self.bits]
         self.element = ir.FloatType() if self.bits == 32 else ir.DoubleType()
         self.vector = ir.VectorType(self.element, self.width)
         self.flags = ir.VectorType(ir.IntType(1), self.width)
         self.suffix = f"v{self.width}f{self.bits}"
+        self.is_narrow = element == types.uint16  # operands are bfloat16
 
     def integer(self, value):
         return ir.Constant(ir.IntType(64), value)
@@ -304,7 +320,46 @@ class _Code:
         self.builder.store(vector, self.pointer(where, self.vector)).align = self.size
 
     def load_element(self, where):
+        if self.is_narrow:
+            return self._widened(self.builder.load(self.pointer(where, ir.IntType(16))), ir.IntType(32), self.element)
         return self.builder.load(self.pointer(where, self.element))
+
+    def source(self, where):
+        """A vector of an operand, as numbers."""
+        if not self.is_narrow:
+            return self.load(where)
+        halves = self.builder.load(self.pointer(where, ir.VectorType(ir.IntType(16), self.width)))
+        halves.align = 2
+        return self._widened(halves, ir.VectorType(ir.IntType(32), self.width), self.vector)
+
+    def masked_source(self, where, mask):
+        """The same; lanes that are off read nothing."""
+        if not self.is_narrow:
+            return self.masked_load(where, mask)
+        builder, kind = self.builder, ir.VectorType(ir.IntType(16), self.width)
+        pointer, none = self.pointer(where, kind), ir.Constant(kind, None)
+        # Only AVX-512 has masked loads of halves; elsewhere they become a branch for each lane. So all lanes are read
+        # where they lie in one page of memory, which can't fault, and those that are off are dropped.
+        near, far, end = (builder.append_basic_block(name) for name in ("in_page", "over_page", "read"))
+        place = builder.and_(where, self.integer(PAGE - 1))
+        builder.cbranch(builder.icmp_signed("<=", place, self.integer(PAGE - 2 * self.width)), near, far)
+        builder.position_at_end(near)
+        every = builder.load(pointer)
+        every.align = 2
+        kept = builder.select(mask, every, none)
+        builder.branch(end)
+        builder.position_at_end(far)
+        masked = self._call(f"llvm.masked.load.v{self.width}i16.p0", kind,
+                            [pointer, ir.Constant(ir.IntType(32), 2), mask, none])
+        builder.branch(end)
+        builder.position_at_end(end)
+        halves = self.phi(kept, near)
+        halves.add_incoming(masked, far)
+        return self._widened(halves, ir.VectorType(ir.IntType(32), self.width), self.vector)
+
+    def _widened(self, halves, words, numbers):
+        shift = ir.Constant(words, 16 if isinstance(words, ir.IntType) else [16] * self.width)
+        return self.builder.bitcast(self.builder.shl(self.builder.zext(halves, words), shift), numbers)
 
     def load_or_zeros(self, where, count):
         """`count` vectors from an address on; zeros if it is 0. A branch: to hide the fault of a masked load from

@@ -6,18 +6,19 @@ Kernels do not check indices, so the shapes are checked here or beside the call.
 """
 import numpy as np
 
+from .dtypes import is_bfloat16
 from .settings import settings
 
 DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 
 
-def same_dtype(*arrays):
-    """The dtype of all arrays. ValueError if they differ or are neither float32 nor float64."""
+def same_dtype(*arrays, bfloat16=False):
+    """The dtype of all arrays. ValueError if they differ or are neither float32 nor float64 (nor `bfloat16`)."""
     dtype = arrays[0].dtype
     for array in arrays:
         if array.dtype != dtype:
             raise ValueError(f"arrays of {dtype} and {array.dtype} in one call: give all of one dtype")
-    if dtype not in DTYPES:
+    if dtype not in DTYPES and not (bfloat16 and is_bfloat16(dtype)):
         raise ValueError(f"arrays of {dtype}: give float32 or float64")
     return dtype
 

@@ -162,8 +162,8 @@ class GPT(Model):
     """A GPT spread over `mesh`; without a mesh, all of it on this rank.
 
     layers, dim, heads, seq (longest sequence), vocab: sizes of the global model. tied: the output head is the
-    embedding. dtype: "float32" or "float64". seed: of initial values and dropout. virtual_stages, layers_per_stage, placement, recompute:
-    see Model.
+    embedding. dtype: "float32", "float64" or "bfloat16". seed: of initial values and dropout. virtual_stages, layers_per_stage,
+    placement, recompute: see Model.
     allocate=False: only declared, memory comes by `allocate()`.
     ValueError, before any array is made, if heads don't divide dim or tp doesn't divide heads.
     """

@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from mpipar.kernels.elementwise import scale
 from mpipar.kernels.loss import sum_squares
 from mpipar.models.model import Block, MicroBatch, Model
 from mpipar.nn.gelu import Gelu
@@ -73,7 +74,7 @@ class MeanSquare(Block):
 
     def backward(self, saved, dy, micro: MicroBatch, later=None):
         """dx = 2 x / D * scale"""
-        return saved * saved.dtype.type(2 * micro.scale / self.dim)
+        return scale(saved, 2 * micro.scale / self.dim, np.empty_like(saved))
 
 
 class MLP(Model):

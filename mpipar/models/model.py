@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpipar.kernels.dtypes import as_dtype
 from mpipar.kernels.memory import keep_freed_memory
 from mpipar.kernels.warm import compile_tasks
 from mpipar.nn.layer import Layer, SampleKeys
-from mpipar.nn.parameter import FlatBuffers, Parameter
+from mpipar.nn.parameter import FlatBuffers, Parameter, bytes_of_parameter
 from mpipar.parallel.pipeline.partition import stage_layers
 from mpipar.parallel.pipeline.schedule import looped
 from mpipar.parallel.zero import shares
@@ -120,7 +121,7 @@ class Model:
         if recompute not in RECOMPUTE:
             raise ValueError(f"recompute={recompute!r} is not valid: one of {', '.join(RECOMPUTE)}")
         self.mesh = mesh
-        self.dtype = np.dtype(dtype)
+        self.dtype = as_dtype(dtype)
         self.seed = seed
         self.recompute = recompute
         self.placement = looped(mesh.pp.size, virtual_stages) if placement is None else placement
@@ -183,8 +184,7 @@ class Model:
         if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
             return
         present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        parameters, gradients, moments = shares(zero, self.mesh.dp.size)
-        held = (parameters + gradients + 2 * moments) * self.dtype.itemsize * sum(p.size for p in self.parameters)
+        held = bytes_of_parameter(self.dtype, *shares(zero, self.mesh.dp.size)) * sum(p.size for p in self.parameters)
         needed = held * self.mesh.ranks_on_node
         if needed > present:
             raise ValueError(

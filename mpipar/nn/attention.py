@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpipar.kernels.attention import attention_backward, attention_forward
+from mpipar.kernels.dtypes import sums_dtype
 from mpipar.nn.layer import Layer
 
 
@@ -24,7 +25,7 @@ class CausalAttention(Layer):
         batch, tokens, width = qkv.shape
         q, k, v = self._split(qkv)
         out = np.empty((batch, tokens, width // 3), qkv.dtype)
-        lse = np.empty((batch, self.heads, tokens), qkv.dtype)
+        lse = np.empty((batch, self.heads, tokens), sums_dtype(qkv.dtype))
         attention_forward(q, k, v, self._heads(out), lse)
         return out, (qkv, out, lse)
 

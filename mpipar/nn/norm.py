@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpipar.kernels.dtypes import sums_dtype
 from mpipar.kernels.norm import layernorm_again, layernorm_backward, layernorm_forward
 from mpipar.nn.initial import Constant
 from mpipar.nn.layer import Layer
@@ -23,7 +24,7 @@ class LayerNorm(Layer):
         """x [..., D] -> y [..., D]; saves x and the row statistics."""
         y = np.empty_like(x)
         count = x.size // x.shape[-1]
-        mean, rstd = np.empty(count, x.dtype), np.empty(count, x.dtype)
+        mean, rstd = np.empty((2, count), sums_dtype(x.dtype))
         layernorm_forward(rows(x), self.gamma.data, self.beta.data, rows(y), mean, rstd, eps=self.eps)
         return y, (x, mean, rstd)
 

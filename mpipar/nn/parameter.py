@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mpipar.kernels.bfloat16 import narrow
+from mpipar.kernels.dtypes import as_dtype, is_bfloat16, sums_dtype
 from mpipar.nn.initial import Initial
 
 
@@ -22,7 +24,7 @@ def split_range(length: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(eq=False)
 class Parameter:
-    """One tensor of the model, declared without memory; `FlatBuffers` gives it `data` and `grad`.
+    """One tensor of the model, declared without memory; `FlatBuffers` gives it `data`, `grad` and `master`.
 
     name: unique in the global model, the same in every layout.
     global_shape: the shape of the whole tensor.
@@ -30,6 +32,8 @@ class Parameter:
     shard_dim: the dim that is split over the tensor-parallel ranks, None if every tp rank holds the whole tensor.
     tp_rank, tp_size: which part of `shard_dim` this rank holds.
     decay: whether weight decay applies (weight matrices and embeddings, not biases and norms).
+    data: the values that layers compute with. master: the values that the optimizer changes, the same memory as data
+    but for bfloat16: then float32, of which data is the rounded copy. grad: of master's dtype.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Parameter:
     decay: bool = True
     data: np.ndarray | None = field(default=None, repr=False)
     grad: np.ndarray | None = field(default=None, repr=False)
+    master: np.ndarray | None = field(default=None, repr=False)
 
     @property
     def sharded(self) -> bool:
@@ -70,35 +75,57 @@ class Parameter:
         return math.prod(self.global_shape)
 
     def initialise(self, seed: int) -> None:
-        """Write the initial values of this rank's part into `data`: the same bits in every layout."""
+        """Write the initial values of this rank's part into `master` and `data`: the same bits in every layout."""
         assert self.data is not None, f"{self.name} has no memory yet"
-        self.initial.fill(self.data, self.index(), self.global_shape, seed, self.name)
+        self.initial.fill(self.master, self.index(), self.global_shape, seed, self.name)
+        if self.master is not self.data:
+            narrow(self.master, self.data)
 
 
 class FlatBuffers:
     """All parameters of a rank in one flat array, all gradients in another.
 
-    A bucket is a slice of `grad`, an optimizer pass is one loop over `data` and `grad`. The arrays start at a
+    With bfloat16, `data` has 16 bits a number, and `master` (else the same array as `data`) and `grad` are float32: what
+    a step adds to a weight is mostly smaller than the last place of a bfloat16, and so is what a micro-batch adds to a
+    gradient, so both would be lost in sums of 16 bits. A bucket is a slice of `grad`, an optimizer pass is one loop over `data` and `grad`. The arrays start at a
     64-byte boundary. `bounds` (int64, n + 1) are the starts of the parameters, `decay` (n) is 1 where weight decay
     applies and 0 elsewhere.
     """
 
     def __init__(self, parameters: list[Parameter], dtype):
         self.parameters = list(parameters)
-        self.dtype = np.dtype(dtype)
+        self.dtype = as_dtype(dtype)
         self.bounds = np.zeros(len(self.parameters) + 1, np.int64)
         self.bounds[1:] = np.cumsum([p.size for p in self.parameters])
         self.decay = np.array([float(p.decay) for p in self.parameters])
         self.data = aligned_zeros(self.size, self.dtype)
-        self.grad = aligned_zeros(self.size, self.dtype)
+        self.grad = aligned_zeros(self.size, sums_dtype(self.dtype))
+        self.master = aligned_zeros(self.size, self.grad.dtype) if is_bfloat16(self.dtype) else self.data
         for parameter, start, stop in zip(self.parameters, self.bounds[:-1], self.bounds[1:]):
             parameter.data = self.data[start:stop].reshape(parameter.shape())
             parameter.grad = self.grad[start:stop].reshape(parameter.shape())
+            parameter.master = parameter.data
+            if self.master is not self.data:
+                parameter.master = self.master[start:stop].reshape(parameter.shape())
 
     @property
     def size(self) -> int:
         """Number of elements of all parameters of this rank."""
         return int(self.bounds[-1])
+
+    @property
+    def copy(self) -> np.ndarray | None:
+        """The rounded copy that an optimizer writes beside `master`: `data` with bfloat16, else None."""
+        return None if self.master is self.data else self.data
+
+
+def bytes_of_parameter(dtype, parameters=1.0, gradients=1.0, moments=1.0) -> float:
+    """Bytes that training keeps for each parameter: value, gradient and two moments, and the master of a bfloat16.
+
+    parameters, gradients, moments: the shares of them that a rank keeps (the master is one of the moments' kind).
+    """
+    dtype, sums = as_dtype(dtype), sums_dtype(as_dtype(dtype))
+    return dtype.itemsize * parameters + sums.itemsize * (gradients + (3 if sums != dtype else 2) * moments)
 
 
 def aligned_zeros(size: int, dtype, alignment: int = 64) -> np.ndarray:

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpipar.kernels.bfloat16 import narrow, widen
+from mpipar.kernels.dtypes import is_bfloat16
+
+PIECE = 1 << 22  # gradients that are rounded for a message at a time
+
 
 class GradientReducer:
-    """Sums the flat gradient buffer over the replicas: one all-reduce a step, however many micro-batches ran."""
+    """Sums the flat gradient buffer over the replicas: one all-reduce a step, however many micro-batches ran.
 
-    def __init__(self, gradients: np.ndarray, group):
+    dtype: of the model, see `sum_gradients`.
+    """
+
+    def __init__(self, gradients: np.ndarray, group, dtype=None):
         self.gradients = gradients
         self.group = group
+        self.dtype = gradients.dtype if dtype is None else np.dtype(dtype)
 
     before = after = None  # nothing to do around the actions of the schedule
 
@@ -24,4 +33,21 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Block until every replica holds the sum."""
-        self.group.all_reduce(self.gradients)
+        sum_gradients(self.group, self.gradients, self.dtype)
+
+
+def sum_gradients(group, gradients: np.ndarray, dtype: np.dtype) -> None:
+    """The sum over the ranks of a group is written into every rank's gradients (C-contiguous).
+
+    dtype: of the messages. bfloat16: float32 gradients are rounded for the message, summed in float32, and every rank
+    gets the same rounded sums.
+    """
+    if group.size == 1 or not is_bfloat16(dtype):
+        group.all_reduce(gradients)
+        return
+    flat = gradients.reshape(-1)
+    message = np.empty(min(flat.size, PIECE), dtype)
+    for start in range(0, flat.size, PIECE):
+        piece = flat[start : start + PIECE]
+        group.all_reduce(narrow(piece, message[: piece.size]))
+        widen(message[: piece.size], piece)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpipar.kernels.dtypes import sums_dtype
 from mpipar.kernels.elementwise import add, add_bias, bias_residual
 from mpipar.kernels.embedding import add_positions, embedding_backward, embedding_forward, positions_backward
 from mpipar.kernels.gelu import gelu_forward
@@ -162,10 +163,10 @@ class VocabParallelHead(Layer):
         if targets.max(initial=0) >= self.weight.global_shape[0]:
             raise ValueError(f"targets reach {targets.max()}: valid are up to {self.weight.global_shape[0] - 1}, negative: left out")
         logits = self.logits(x)
-        maximum = np.empty(len(targets), x.dtype)
+        maximum = np.empty(len(targets), sums_dtype(x.dtype))
         row_max(logits, maximum)
         self.group.all_reduce(maximum, "max")
-        sums = np.empty((2, len(targets)), x.dtype)  # sum of exponentials; logit of the target
+        sums = np.empty((2, len(targets)), maximum.dtype)  # sum of exponentials; logit of the target
         cross_entropy_sums(logits, maximum, targets, self.first, sums[0], sums[1])
         self.group.all_reduce(sums)
         valid = targets >= 0

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpipar.kernels.bfloat16 import narrow, widen
 from mpipar.kernels.elementwise import add
 from mpipar.nn.layer import Layer
 from mpipar.nn.parameter import FlatBuffers, Parameter, aligned_zeros, split_range
@@ -61,7 +62,7 @@ class Unit:
         self.bounds = np.clip(ends, *ranges[group.rank]) - self.part.start
         self.decay = np.array([float(p.decay) for p in parameters])
         self.places = [(slice(int(a), int(b)), p.shape()) for p, a, b in zip(parameters, ends[:-1], ends[1:])]
-        self.data = self.grad = None
+        self.data = self.grad = self.master = None
         self.whole = {"data": None, "grad": None}   # while a block uses them
         self.pending = None                         # a gather of the parameters on its way
         self.users = 0                              # backward passes that still add to the whole gradient
@@ -72,9 +73,9 @@ class Unit:
         return self.part.stop - self.part.start
 
     @property
-    def dtype(self):
-        """Of the parameters."""
-        return self.data.dtype
+    def copy(self) -> np.ndarray | None:
+        """As FlatBuffers.copy: the rounded parameters beside a master, else None."""
+        return None if self.master is self.data else self.data
 
     def own(self, parameter: Parameter, what: str) -> np.ndarray:
         """This replica's part of "data" or "grad" of a parameter, 1-D, perhaps empty."""
@@ -124,9 +125,14 @@ class Zero:
         self.stage, self.buffers, self.group = stage, buffers, group
         self.units = self._cut(chunks, set(tied))
         self.unit_of = {p: unit for unit in self.units for p in unit.parameters}
-        self.spare = {"data": Spare(buffers.data.dtype), "grad": Spare(buffers.grad.dtype)}
+        self.spare = {what: Spare(getattr(buffers, what).dtype) for what in ("data", "grad", "master")}
+        self.rounds = buffers.copy is not None      # bfloat16: gradients are sent as such, masters are part of the state
+        if self.rounds:
+            self._divide("master", whole=False)
         for what, least in (("data", 3), ("grad", 2)):
             self._divide(what, whole=stage < least)
+        if not self.rounds:
+            self._let_masters_be_data()
         if seed is not None:
             self.initialise(seed)
 
@@ -160,20 +166,41 @@ class Zero:
         if not whole:
             setattr(self.buffers, what, None)
 
+    def _let_masters_be_data(self) -> None:
+        for holder in (self.buffers, *self.units, *self.buffers.parameters):
+            holder.master = holder.data
+
+    def _reduce(self, unit: Unit, whole: np.ndarray) -> np.ndarray:
+        """This replica's part of the sum over the replicas of a unit's whole gradients, written where it lies in them."""
+        part = whole[unit.part]
+        if not self.rounds:
+            return self.group.reduce_scatter(whole, sizes=unit.sizes, out=part)
+        message = narrow(whole, self.spare["data"].take(whole.size))
+        widen(self.group.reduce_scatter(message, sizes=unit.sizes, out=message[unit.part]), part)
+        self.spare["data"].give(message)
+        return part
+
     def initialise(self, seed: int) -> None:
         """The initial values of the whole model: the same bits as without ZeRO, and never more than a unit at once."""
         for unit in self.units:
-            if self.stage < 3:
-                whole = self.buffers.data[unit.start : unit.stop]
-            else:
-                whole = self.spare["data"].take(unit.stop - unit.start)
-            for parameter, array in zip(unit.parameters, unit.views(whole)):
-                parameter.data = array
+            size = unit.stop - unit.start
+            whole = {"data": self.buffers.data[unit.start : unit.stop] if self.stage < 3 else self.spare["data"].take(size)}
+            whole["master"] = self.spare["master"].take(size) if self.rounds else whole["data"]
+            for what, array in whole.items():
+                unit.attach(what, array)
+            for parameter in unit.parameters:
                 parameter.initialise(seed)
+            if self.rounds:
+                self._keep(unit, "master", whole["master"])
             if self.stage == 3:
-                unit.data[:] = whole[unit.part]
-                unit.attach("data", None)
-                self.spare["data"].give(whole)
+                self._keep(unit, "data", whole["data"])
+        if not self.rounds:
+            self._let_masters_be_data()
+
+    def _keep(self, unit: Unit, what: str, whole: np.ndarray) -> None:
+        getattr(unit, what)[:] = whole[unit.part]
+        unit.attach(what, None)
+        self.spare[what].give(whole)
 
     def clear(self) -> None:
         """All gradients zero, before the first micro-batch."""
@@ -187,7 +214,7 @@ class Zero:
         """After the last backward pass: every replica holds the sum of its part of the gradients."""
         if self.stage == 1:
             for unit in self.units:
-                self.group.reduce_scatter(self.buffers.grad[unit.start : unit.stop], sizes=unit.sizes, out=unit.grad)
+                self._reduce(unit, self.buffers.grad[unit.start : unit.stop])
         assert all(unit.users == 0 for unit in self.units), "a backward pass is not over"
 
     def publish(self) -> None:
@@ -230,8 +257,7 @@ class Zero:
         unit.users -= 1
         if unit.users == 0:
             whole = unit.whole["grad"]
-            part = self.group.reduce_scatter(whole, sizes=unit.sizes, out=whole[unit.part])
-            add(unit.grad, part, unit.grad)
+            add(unit.grad, self._reduce(unit, whole), unit.grad)
             unit.attach("grad", None)
             self.spare["grad"].give(whole)
 
@@ -250,11 +276,11 @@ class Zero:
 
     # The whole tensors again, and how much is held
 
-    def whole_tensors(self, parameters: list[Parameter], *, gradients: bool):
-        """Yield (parameter, whole array) for each; collective over the replicas, and valid until the next one."""
-        what, held, unit = "grad" if gradients else "data", [], None
+    def whole_tensors(self, parameters: list[Parameter], what: str):
+        """Yield (parameter, whole "data", "master" or "grad") for each; collective over the replicas, valid until the next."""
+        held, unit = [], None
         for parameter in parameters:
-            if self.stage < 3 and not gradients:
+            if self.stage < 3 and (what == "data" or what == "master" and not self.rounds):
                 yield parameter, parameter.data
                 continue
             if self.unit_of[parameter] is not unit:

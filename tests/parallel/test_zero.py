@@ -73,6 +73,25 @@ def test_held_and_sent_bytes(comm, stage):
             assert (t.model.buffers.grad is None) == (stage > 1) and (t.model.buffers.data is None) == (stage > 2)
 
 
+@pytest.mark.mpi(np=2)
+def test_bfloat16(comm):
+    """Masters are part of the state that is divided; gradients and parameters travel in 16 bits; stage 3 has the bits of 2."""
+    sums = {}
+    with Mesh(comm) as mesh:
+        for stage in (1, 2, 3):
+            t = trainer(mesh, stage, dtype="bfloat16")
+            sums[stage, 0] = parameters_sha256(t.model)
+            with mesh.record() as log:
+                t.step(tokens())
+            sums[stage, 1] = parameters_sha256(t.model)
+            parameters, gradients, state = shares(stage, 2)
+            assert list(t.optimizer.held_bytes().values()) == [SIZE / 2 * parameters, SIZE * gradients, 3 * SIZE * state]
+            assert log.sent("group")["dp"] == bytes_sent(stage, 2, SIZE // 2, 1)
+    if mesh.is_root:
+        whole = parameters_sha256(GPT(**TINY, dtype="bfloat16"))
+        assert {sums[stage, 0] for stage in (1, 2, 3)} == {whole} and sums[2, 1] == sums[3, 1] != whole
+
+
 @pytest.mark.mpi(np=[2, 4])
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"])
 def test_every_stage_gives_the_numbers_of_one_rank(comm, schedule):

@@ -1,0 +1,130 @@
+"""The product of bfloat16 against float32's, bit by bit, and against NumPy."""
+import itertools
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpipar.kernels import gemm_bfloat16
+from mpipar.kernels.gelu import gelu_forward
+from mpipar.kernels.gemm import gemm, warm
+from mpipar.kernels.settings import settings
+from tests.helpers.kernels import assert_close, normal, same_bits, threads
+
+HALF = np.dtype(ml_dtypes.bfloat16)
+SHAPES = [(1, 1, 1), (5, 7, 9), (64, 256, 512), (100, 1500, 130), (400, 384, 1536), (1000, 129, 33), (17, 300, 1),
+          (1, 40, 70), (37, 2100, 517)]
+# Measured for the shapes above with normal operands: 2.3e-6 of the largest element (as float32's own product).
+TOLERANCE = 1e-5
+
+
+def half(seed, *shape):
+    return normal(seed, *shape, dtype=HALF)
+
+
+def layouts(x):
+    """The same matrix with unit stride along either side, and as a part of a larger one."""
+    around = np.zeros((x.shape[0] + 2, x.shape[1] + 3), HALF)
+    around[1:-1, 2:-1] = x
+    return x, np.ascontiguousarray(x.T).T, around[1:-1, 2:-1]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_are_those_of_float32(shape):
+    m, k, n = shape
+    a, b, bias = half(1, m, k), half(2, k, n), half(3, n)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    for left, right in itertools.product(layouts(a), layouts(b)):
+        sums = np.full((m, n), np.nan, np.float32)
+        assert gemm(left, right, sums) is sums
+        assert_close(sums, exact, TOLERANCE)
+        gemm(left, right, sums, accumulate=True, bias=bias)
+        assert_close(sums, 2 * exact + bias.astype(np.float64), TOLERANCE)
+        out = gemm(left, right, np.zeros((m, n), HALF), bias=bias)
+        sums = gemm(left, right, sums, bias=bias)
+        assert same_bits(out, sums.astype(HALF))
+    if m > 18:  # float32 reads b in place where m is small, in other blocks of k
+        float32 = gemm(a.astype(np.float32), b.astype(np.float32), np.empty((m, n), np.float32))
+        assert same_bits(gemm(a, b, np.empty((m, n), np.float32)), float32)
+
+
+@pytest.mark.parametrize("shape", [(5, 7, 9), (500, 384, 1536), (333, 2100, 517), (400, 20, 700)])
+def test_last_pass(shape):
+    m, k, n = shape
+    a, b, bias, residual = half(1, m, k), half(2, k, n), half(3, n), half(4, m, n)
+    sums = gemm(a, b, np.empty((m, n), np.float32), bias=bias)
+    out, active = np.zeros((m, n), HALF), np.zeros((m, n + 3), HALF)[:, 1:n + 1]  # rows apart
+    gemm(a, b, out, bias=bias, gelu=active)
+    assert same_bits(out, sums.astype(HALF)) and same_bits(active, gelu_forward(out, np.empty_like(out)))
+    gemm(a, b, out, bias=bias, residual=residual)
+    assert same_bits(out, (sums + residual.astype(np.float32)).astype(HALF))
+    twice = (sums.astype(HALF).astype(np.float32) + residual.astype(np.float32)).astype(HALF)
+    assert not same_bits(out, twice)  # control: rounded before the residual is added
+
+
+def test_same_bits_on_any_number_of_threads():
+    a, b = half(1, 900, 700), half(2, 700, 410)
+    results = []
+    for count in (1, 2, 3):
+        with threads(count):
+            results.append((gemm(a, b, np.empty((900, 410), HALF)), gemm(a, b, np.empty((900, 410), np.float32))))
+    for pair in results[1:]:
+        assert same_bits(pair[0], results[0][0]) and same_bits(pair[1], results[0][1])
+
+
+def test_empty_sums():
+    a, b, bias = np.zeros((3, 0), HALF), np.zeros((0, 4), HALF), half(1, 4)
+    assert (gemm(a, b, np.ones((3, 4), HALF)) == 0).all()
+    assert (gemm(a, b, np.ones((3, 4), HALF), bias=bias) == bias).all()
+    assert (gemm(a, b, np.ones((3, 4), np.float32), accumulate=True) == 1).all()
+    assert gemm(np.zeros((0, 3), HALF), np.zeros((3, 4), HALF), np.zeros((0, 4), HALF)).size == 0
+
+
+def test_what_does_not_fit_is_refused():
+    warm(HALF)
+    a, b, out, sums = half(1, 4, 5), half(2, 5, 6), np.zeros((4, 6), HALF), np.zeros((4, 6), np.float32)
+    for arguments, options, text in [
+        ((a, b.astype(np.float32), out), {}, "b is float32"), ((a, b, np.zeros((4, 6))), {}, "out is float64"),
+        ((a, b, out), {"accumulate": True}, "float32 out"), ((a, b, sums), {"residual": out}, "bfloat16 out"),
+        ((a, b, out), {"bias": np.zeros(6, np.float32)}, "bias is float32"), ((a, b.T, out), {}, "do not fit"),
+        ((a, b, np.zeros((6, 4), HALF).T), {}, "unit stride"), ((a, b, out), {"gelu": out, "residual": out}, "one of them"),
+        ((a, b, out), {"bias": np.zeros(5, HALF)}, "bias has shape"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            gemm(*arguments, **options)
+    settings.gemm = "blas"
+    try:
+        with pytest.raises(ValueError, match="BLAS has no bfloat16"):
+            gemm(a, b, out)
+    finally:
+        settings.gemm = "numba"
+
+
+def test_operands_at_the_end_of_memory():
+    """Packing may read whole vectors where they lie in one page, never over the end of the array's last page."""
+    import mmap
+
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, page)  # the page after it belongs to somebody else, or to nobody
+    for lines in range(1, 17):
+        count = 3 * lines
+        a = np.frombuffer(memory, HALF, count, page - 2 * count).reshape(3, lines)
+        a[...] = half(lines, 3, lines)
+        b = half(1, 3, 5)
+        expected = a.T.astype(np.float64) @ b.astype(np.float64)
+        assert_close(gemm(a.T, b, np.empty((lines, 5), np.float32)), expected, TOLERANCE)
+        del a
+    memory.close()
+
+
+def test_no_float32_copy_of_an_operand_or_a_result():
+    a, b, out = half(1, 6000, 64), half(2, 64, 256), np.empty((6000, 256), HALF)
+    gemm_bfloat16._local.__dict__.clear()
+    with threads(1):
+        gemm(a, b, np.empty((6000, 256), np.float32))  # makes the panels
+        tracemalloc.start()
+        gemm(a, b, out)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert 4 * min(gemm_bfloat16.SUMS, out.size) <= most < 2 * out.size  # the sums of a part: 1 MiB; all of out: 6 MB
