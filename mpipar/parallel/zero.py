@@ -185,10 +185,12 @@ class Zero:
         for unit in self.units:
             size = unit.stop - unit.start
             whole = {"data": self.buffers.data[unit.start : unit.stop] if self.stage < 3 else self.spare["data"].take(size)}
-            whole["master"] = self.spare["master"].take(size) if self.rounds else whole["data"]
+            if self.rounds:
+                whole["master"] = self.spare["master"].take(size)
             for what, array in whole.items():
                 unit.attach(what, array)
             for parameter in unit.parameters:
+                parameter.master = parameter.master if self.rounds else parameter.data
                 parameter.initialise(seed)
             if self.rounds:
                 self._keep(unit, "master", whole["master"])
