@@ -67,6 +67,8 @@ class Config:
     """Parts into which each replica cuts its rows [default: 1 without a pipeline, else 2 x stages if that many rows]."""
     virtual_stages: int | None = None
     """Stages on each pipeline rank [default: 2 for interleaved and zb-v, else 1]."""
+    balance: Literal["layers", "flops", "measured"] = "layers"
+    """How to divide the layers over the stages: as many on each, by counted FLOPs, or by the times of a warm-up step."""
     recompute: Literal["none", "attention", "full"] = "none"
     """Activations to drop in forward and make again in backward: those of attention (gpt), or all of a layer but its input."""
     layers_per_stage: str | None = None
@@ -187,6 +189,10 @@ class Config:
             raise ValueError(f"--schedule {self.schedule} needs --virtual-stages of at least 2")
         if self.schedule in ONE_CHUNK and self.virtual_stages > 1:
             raise ValueError(f"--virtual-stages {self.virtual_stages} needs --schedule interleaved, zb-v, gpipe or naive")
+        if self.balance != "layers" and self.layers_per_stage is not None:
+            raise ValueError(f"--balance {self.balance} and --layers-per-stage both divide the layers: leave one out")
+        if self.balance == "measured" and self.stage_delay is not None:
+            raise ValueError("--balance measured has nothing to measure with --stage-delay: leave one out")
         stages = 1 + max(action.stage for actions in self.plan() for action in actions)
         if self.layers < stages:
             raise ValueError(f"--layers {self.layers} do not fill the {stages} stages of pp={self.pp} under --schedule {self.schedule}: "
