@@ -244,7 +244,7 @@ def test_layers_are_divided_by_what_they_cost(by):
     first = int(re.search(rf"by {by}: layers (\d)\+\d, predicted ", job.stdout)[1])
     assert first == 5 if by == "flops" else first >= 4  # times vary on a busy machine
     assert f"embedding + blocks 0-{first - 1}" in job.stdout
-    assert float(job.stdout.split("predicted ")[1].split()[0]) > 1.05
+    assert float(job.stdout.split("predicted ")[1].split()[0]) > 1.02
 
 
 def test_what_is_not_a_metrics_file_is_not_replaced(tmp_path):
