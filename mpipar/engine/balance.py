@@ -17,8 +17,8 @@ from mpipar.parallel.pipeline.simulate import Costs, simulate
 
 @dataclass(frozen=True)
 class Balance:
-    """layers_per_stage: the division. by: "flops" or "measured". gain: simulated time of a step with as many layers on each
-    stage, over that with this division."""
+    """layers_per_stage: the division. by: "flops" or "measured". gain: the simulated time of a step with as many layers
+    on each stage, over that with this division."""
 
     layers_per_stage: list[int]
     by: str

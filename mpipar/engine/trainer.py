@@ -41,8 +41,8 @@ class StepResult:
 class Trainer:
     """Trains a model on a mesh.
 
-    optimizer: AdamW or SGD. schedule: a name in `schedule.SCHEDULES`, or a plan. micro_batches: into how many parts each replica cuts its
-    rows, as even as possible. clip: largest norm of the gradient, 0 for no limit. learning_rate: a function of the
+    optimizer: AdamW or SGD. schedule: a name in `schedule.SCHEDULES`, or a plan, for whose stages the model has to be
+    placed (`GPT(..., placement=placement(plan))`). micro_batches: into how many parts each replica cuts its rows, as even as possible. clip: largest norm of the gradient, 0 for no limit. learning_rate: a function of the
     step (from 1), default the optimizer's own lr. ValueError for a schedule that doesn't exist or sizes below 1.
     """
 

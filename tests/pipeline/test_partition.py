@@ -54,7 +54,8 @@ def test_even_costs_are_the_best_of_all_divisions(costs, stages, front, back):
         return max(sums)
 
     found = even_costs(costs, stages, front, back)
-    every = [counts for counts in itertools.product(range(1, len(costs) + 1), repeat=stages) if sum(counts) == len(costs)]
+    every = [counts for counts in itertools.product(range(1, len(costs) + 1), repeat=stages)
+             if sum(counts) == len(costs)]
     assert tuple(found) in every and dearest(found) == min(map(dearest, every))
 
 
