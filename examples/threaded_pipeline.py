@@ -25,15 +25,17 @@ def run_case(m, p, milliseconds, schedule):
     """Run m micro-batches through p threads and print what was measured beside both formulas."""
     chunks = 2 if schedule in SEVERAL_CHUNKS else 1
     plan = build(schedule, p, m, chunks)
-    sleeping = {stage: SleepingStage(stage, stage_costs(milliseconds / 1e3, chunks), last=stage == p * chunks - 1) for stage in range(p * chunks)}
-    measured, predicted = measurement(run_threads(plan, sleeping, range(m))), simulate(plan, stage_costs(milliseconds, chunks))
+    costs, last = stage_costs(milliseconds / 1e3, chunks), p * chunks - 1
+    sleeping = {stage: SleepingStage(stage, costs, last=stage == last) for stage in range(p * chunks)}
+    measured = measurement(run_threads(plan, sleeping, range(m)))
+    predicted = simulate(plan, stage_costs(milliseconds, chunks))
     print(f"m={m} p={p} tf=tb={milliseconds:g}ms {schedule}")
     print(f"  total time       {1e3 * measured.makespan:8.1f} ms measured, {predicted.makespan:8.1f} ms predicted")
     print(f"  busy, one stage  {1e3 * max(measured.busy):8.1f} ms measured, {max(predicted.busy):8.1f} ms predicted")
     print(f"  bubble, of the whole time   {measured.bubble:6.1%} measured, {predicted.bubble:6.1%} predicted, "
           f"(p-1)/(m+p-1) = {bubble_formula(p, m):.1%}")
-    print(f"  bubble, of ideal compute    {measured.bubble_of_ideal:6.1%} measured, {predicted.bubble_of_ideal:6.1%} predicted, "
-          f"(p-1)/m = {bubble_formula(p, m, of='ideal'):.1%}")
+    print(f"  bubble, of ideal compute    {measured.bubble_of_ideal:6.1%} measured, "
+          f"{predicted.bubble_of_ideal:6.1%} predicted, (p-1)/m = {bubble_formula(p, m, of='ideal'):.1%}")
     print(f"  utilisation                 {measured.utilisation:6.1%} measured, {predicted.utilisation:6.1%} predicted")
     if len(plan) <= 4:
         print(gantt(measured.timelines))

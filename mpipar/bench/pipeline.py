@@ -37,11 +37,11 @@ def add_arguments(parser):
     parser.add_argument("--stage-delay", type=float, default=20.0, metavar="MS",
                         help="milliseconds that the forward of a rank lasts [default: 20]")
     parser.add_argument("--backward", type=float, default=1.0, metavar="RATIO",
-                        help="how much longer the backward lasts; 2 makes forward and both halves of backward equal [default: 1]")
+                        help="how much longer a backward lasts; 2 makes F = I = W [default: 1]")
     parser.add_argument("--runs", type=int, default=3, help="[default: 3]")
     parser.add_argument("--gantt", action="store_true", help="show each measured timeline")
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
-    parser.add_argument("--plot", metavar="FILE", help="draw bubble against micro-batches (PNG, PDF or SVG; needs mpipar[plot])")
+    parser.add_argument("--plot", metavar="FILE", help="draw bubble against micro-batches; needs mpipar[plot]")
 
 
 def run(arguments):
@@ -74,7 +74,8 @@ def run(arguments):
         ("least..most", "", lambda row: "{:.3f}..{:.3f}".format(min(row["bubbles"]), max(row["bubbles"]))),
         ("formula", "", lambda row: "" if row["formula"] is None else f"{row['formula']:.3f}"),
         ("simulated", ".3f", lambda row: row["simulated"]), ("of ideal", ".3f", lambda row: row["bubble_of_ideal"]),
-        ("makespan ms", ".1f", lambda row: 1e3 * row["makespan_s"]), ("live", "", lambda row: "+".join(map(str, row["live"]))),
+        ("makespan ms", ".1f", lambda row: 1e3 * row["makespan_s"]),
+        ("live", "", lambda row: "+".join(map(str, row["live"]))),
     ], report["results"])
     write_json(report, arguments.json)
     if arguments.plot:
@@ -99,8 +100,9 @@ def check_arguments(arguments) -> list[str]:
 def measure(name, stages, micros, arguments, mesh) -> dict | None:
     """One row of the table, on the mesh's first rank; without other ranks the stages are threads."""
     chunks = (2 if name == "zb-v" else arguments.virtual_stages) if name in SEVERAL_CHUNKS else 1
-    plan, costs = build(name, stages, micros, chunks), stage_costs(arguments.stage_delay / 1e3, chunks, arguments.backward)
-    sleeping = {stage: SleepingStage(stage, costs, last=stage == stages * chunks - 1) for stage in range(stages * chunks)}
+    plan = build(name, stages, micros, chunks)
+    costs, last = stage_costs(arguments.stage_delay / 1e3, chunks, arguments.backward), stages * chunks - 1
+    sleeping = {stage: SleepingStage(stage, costs, last=stage == last) for stage in range(last + 1)}
     found = []
     for _ in range(arguments.runs):
         if mesh.size == 1:
@@ -117,7 +119,8 @@ def measure(name, stages, micros, arguments, mesh) -> dict | None:
         return None
     found.sort(key=lambda measured: measured.bubble)
     middle = found[len(found) // 2]
-    row = {"schedule": name, "stages": stages, "micro_batches": micros, "chunks": chunks, "backward": arguments.backward,
+    row = {"schedule": name, "stages": stages, "micro_batches": micros, "chunks": chunks,
+           "backward": arguments.backward,
            "bubble": statistics.median(measured.bubble for measured in found), "bubbles": [m.bubble for m in found],
            "formula": formula(name, stages, micros, chunks), "simulated": float(simulate(plan, costs).bubble),
            "bubble_of_ideal": middle.bubble_of_ideal, "makespan_s": middle.makespan, "live": middle.peak_live}
@@ -140,7 +143,7 @@ def formula(name, stages, micros, chunks) -> float | None:
 
 
 def plot(rows, path):
-    """Bubble against micro-batches, one panel for each number of stages: measured points, simulated lines, the formula."""
+    """Bubble against micro-batches, a panel for each number of stages: points measured, lines simulated, the formula."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -151,13 +154,14 @@ def plot(rows, path):
     names = list(dict.fromkeys(row["schedule"] for row in rows))
     for axis, stages in zip(axes, counts):
         for number, name in enumerate(names):
-            mine = sorted((row for row in rows if (row["stages"], row["schedule"]) == (stages, name)), key=lambda r: r["micro_batches"])
+            mine = [row for row in rows if (row["stages"], row["schedule"]) == (stages, name)]
+            mine.sort(key=lambda row: row["micro_batches"])
             micros = [row["micro_batches"] for row in mine]
             between = sorted({round(m) for m in np.geomspace(micros[0], micros[-1], 16)})
             axis.plot(between, [simulated(mine[0], m) for m in between], color=f"C{number}", linewidth=1)
             axis.plot(micros, [row["bubble"] for row in mine], "o", color=f"C{number}", label=name, alpha=0.8)
         every = range(min(row["micro_batches"] for row in rows), max(row["micro_batches"] for row in rows) + 1)
-        axis.plot(every, [bubble_formula(stages, micros) for micros in every], "k--", linewidth=1, label="(P-1)/(M+P-1)")
+        axis.plot(every, [bubble_formula(stages, m) for m in every], "k--", linewidth=1, label="(P-1)/(M+P-1)")
         axis.set(title=f"P = {stages} stages", xlabel="micro-batches M", ylim=(0, 1))
         axis.set_xscale("log", base=2)
         axis.set_xticks(sorted({row["micro_batches"] for row in rows}), sorted({row["micro_batches"] for row in rows}))

@@ -68,6 +68,8 @@ class Config:
     """Parts into which each replica cuts its rows [default: 1 without a pipeline, else 2 x stages if that many rows]."""
     virtual_stages: int | None = None
     """Stages on each pipeline rank [default: 2 for interleaved and zb-v, else 1]."""
+    balance: Literal["layers", "flops", "measured"] = "layers"
+    """How to divide the layers over the stages: as many on each, by counted FLOPs, or by the times of a warm-up step."""
     recompute: Literal["none", "attention", "full"] = "none"
     """Activations to drop in forward and make again in backward: those of attention (gpt), or all of a layer but its input."""
     layers_per_stage: str | None = None
@@ -117,7 +119,7 @@ class Config:
     metrics: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Write one JSON object a line: start, every step, evaluations, end (an older metrics file is replaced)."""
     trace: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Write the last step of each pipeline into this folder: a trace for ui.perfetto.dev, and a picture if matplotlib is installed."""
+    """Write the last step of each pipeline into this folder: a trace for ui.perfetto.dev, and with matplotlib a picture."""
     stage_delay: Annotated[float | None, tyro.conf.arg(metavar="MS")] = None
     """Each pipeline rank sleeps MS for a forward and MS for a backward instead of computing: shows a schedule on few cores."""
     quiet: bool = False
@@ -195,9 +197,13 @@ class Config:
             raise ValueError(f"--schedule {self.schedule} needs --virtual-stages of at least 2")
         if self.schedule in ONE_CHUNK and self.virtual_stages > 1:
             raise ValueError(f"--virtual-stages {self.virtual_stages} needs --schedule interleaved, zb-v, gpipe or naive")
+        if self.balance != "layers" and self.layers_per_stage is not None:
+            raise ValueError(f"--balance {self.balance} and --layers-per-stage both divide the layers: leave one out")
+        if self.balance == "measured" and self.stage_delay is not None:
+            raise ValueError("--balance measured has nothing to measure with --stage-delay: leave one out")
         stages = 1 + max(action.stage for actions in self.plan() for action in actions)
         if self.layers < stages:
-            raise ValueError(f"--layers {self.layers} do not fill the {stages} stages of pp={self.pp} under --schedule {self.schedule}: "
+            raise ValueError(f"--layers {self.layers} do not fill the {stages} stages of pp={self.pp}, --schedule {self.schedule}: "
                              f"give at least {stages} layers, or fewer stages")
 
     def plan(self) -> Plan:
@@ -220,9 +226,11 @@ class Config:
         """The micro-batches of a hand-written plan; ValueError if other options say something else than the plan."""
         micros = 1 + max(action.micro_batch for actions in plan for action in actions)
         if len(plan) != self.pp:
-            raise ValueError(f"--schedule {self.schedule!r} has {len(plan)} lines, one a rank: it needs --pp {len(plan)}, not {self.pp}")
+            raise ValueError(f"--schedule {self.schedule!r} has {len(plan)} lines, one a rank: "
+                             f"it needs --pp {len(plan)}, not {self.pp}")
         if self.micro_batches not in (None, micros):
-            raise ValueError(f"--schedule {self.schedule!r} has {micros} micro-batches, not {self.micro_batches}: leave --micro-batches out")
+            raise ValueError(f"--schedule {self.schedule!r} has {micros} micro-batches, not {self.micro_batches}: "
+                             "leave --micro-batches out")
         if self.virtual_stages is not None:
             raise ValueError(f"--schedule {self.schedule!r} says itself which stages a rank has: leave --virtual-stages out")
         return micros

@@ -20,6 +20,7 @@ from mpipar.comm.mpi import check_launcher, library, world_size
 from mpipar.commands.config import Config, parse
 from mpipar.commands.report import Progress, plan_lines
 from mpipar.data import RandomTokens, RandomVectors, TextVectors, TextWindows, load_text, split_text
+from mpipar.engine.balance import Balance, by_flops, by_measurement
 from mpipar.engine.bubble import BubbleMeter, predicted_bubble
 from mpipar.engine.checksum import parameters_sha256
 from mpipar.engine.generate import generate
@@ -52,6 +53,7 @@ class Run:
     trainer: Trainer
     metrics: MetricsFile
     prompt: np.ndarray | None  # text to continue at the end
+    balance: Balance | None = None  # how the layers were divided, if not by count
 
 
 def main(arguments: list[str]) -> int:
@@ -74,9 +76,17 @@ def set_up(arguments: list[str]) -> Run:
         train_source, held_out, prompt = sources(config)
         limit_threads(config.threads or max(1, settings.threads // mesh.ranks_on_node))
         settings.gemm = config.gemm
-        model = build_model(config, mesh)
+        model, balance = build_model(config, mesh), None
+        if config.balance == "flops":
+            balance = by_flops(model, config.plan())
+            model = build_model(config, mesh, balance)
         if mesh.is_root and not config.quiet and is_cold():
             print("compiling the kernels: once for this machine, up to a minute", flush=True)
+        if config.balance == "measured":
+            warm = Trainer(model.allocate(), SGD(), schedule=config.plan(), micro_batches=config.micro_batches)
+            balance = by_measurement(warm, train_source.batch(1))
+            del model, warm  # its memory goes before the new one's is taken
+            model = build_model(config, mesh, balance)
         model.allocate(zero=config.zero)
         if config.stage_delay is not None:
             model.chunks = sleeping_chunks(model.stage_blocks, model.placement, mesh.pp.rank, config.stage_delay / 1e3, model.dtype)
@@ -88,7 +98,7 @@ def set_up(arguments: list[str]) -> Run:
             learning_rate=Cosine(config.lr, config.warmup, config.steps, config.lr_min), zero=config.zero,
         )
         metrics = MetricsFile(config.metrics, active=mesh.is_root)
-    return Run(config, mesh, train_source, held_out, trainer, metrics, prompt)
+    return Run(config, mesh, train_source, held_out, trainer, metrics, prompt, balance)
 
 
 def enough_ranks(asked: Config, ranks: int) -> None:
@@ -108,11 +118,12 @@ def check_metrics(config: Config) -> None:
             raise ValueError(f"--metrics {config.metrics!r} exists and is not a metrics file: it would be replaced")
 
 
-def build_model(config: Config, mesh: Mesh) -> GPT | MLP:
+def build_model(config: Config, mesh: Mesh, balance: Balance | None = None) -> GPT | MLP:
     """The model of a configuration on a mesh, without memory yet."""
+    per_stage = config.stage_layers() if balance is None else balance.layers_per_stage
     common = dict(
         layers=config.layers, dim=config.dim, mesh=mesh, dtype=config.dtype, seed=config.seed,
-        placement=placement(config.plan()), recompute=config.recompute, layers_per_stage=config.stage_layers(), allocate=False,
+        placement=placement(config.plan()), recompute=config.recompute, layers_per_stage=per_stage, allocate=False,
     )
     if config.model == "mlp":
         return MLP(**common)
@@ -154,6 +165,8 @@ def train(run: Run) -> int:
         print("\n".join(plan_lines(
             trainer.model, batch=config.global_batch, micro_batches=config.micro_batches, schedule=config.schedule,
             threads=settings.threads, gemm=settings.gemm, zero=config.zero)), flush=True)
+        if run.balance:
+            print(f"balance   {run.balance}", flush=True)
     write_start(run)
     first = run.train.batch(1)
     unit = "tokens" if first.tokens else "samples"

@@ -44,12 +44,13 @@ class StepResult:
 class Trainer:
     """Trains a model on a mesh.
 
-    optimizer: AdamW or SGD. schedule: a name in `schedule.SCHEDULES`, or a plan. micro_batches: into how many parts each replica cuts its
-    rows, as even as possible. clip: largest norm of the gradient, 0 for no limit. learning_rate: a function of the
-    step (from 1), default the optimizer's own lr. zero: what the replicas divide, see parallel/zero.py.
-    deterministic: dp = 1, 2, 4, ... with the same number of micro-batches over all replicas give the same bits (the sums
-    are made in one order, see parallel/deterministic.py; slower, and not together with ZeRO).
-    ValueError for a schedule or a stage of ZeRO that doesn't exist, sizes below 1, or deterministic with another dp.
+    optimizer: AdamW or SGD. schedule: a name in `schedule.SCHEDULES`, or a plan, for whose stages the model has to be
+    placed (`GPT(..., placement=placement(plan))`). micro_batches: into how many parts each replica cuts its rows, as even
+    as possible. clip: largest norm of the gradient, 0 for no limit. learning_rate: a function of the step (from 1),
+    default the optimizer's own lr. zero: what the replicas divide, see parallel/zero.py. deterministic: dp = 1, 2, 4, ...
+    with the same number of micro-batches over all replicas give the same bits (the sums are made in one order, see
+    parallel/deterministic.py; slower, and not together with ZeRO). ValueError for a schedule or a stage of ZeRO that
+    doesn't exist, sizes below 1, or deterministic with another dp.
     """
 
     def __init__(self, model: Model, optimizer: AdamW | SGD | None = None, *, mesh=None, schedule="1f1b",

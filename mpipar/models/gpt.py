@@ -59,9 +59,9 @@ class TransformerBlock(Block):
 
     recomputes = ("attention", "full")
 
-    def __init__(self, number, dim, heads, *, layers, dropout, seed, group):
+    def __init__(self, number, dim, heads, seq, *, layers, dropout, seed, group):
         name = f"block{number}"
-        self.number, self.dim = number, dim
+        self.number, self.dim, self.seq = number, dim, seq
         wide, residual = Normal(0.02), Normal(0.02 / math.sqrt(2 * layers))
         self.norm1 = LayerNorm(f"{name}.norm1", dim)
         self.qkv = ColumnParallelLinear(f"{name}.qkv", dim, 3 * dim, parts=3, group=group, initial=wide)
@@ -79,6 +79,10 @@ class TransformerBlock(Block):
 
     def input_shape(self, micro: MicroBatch):
         return (*micro.inputs.shape, self.dim)
+
+    def flops(self):
+        """2 T 12 D^2 of the four products, and 2 T^2 D of attention, which leaves half of the pairs out."""
+        return 24.0 * self.seq * self.dim**2 + 2.0 * self.seq**2 * self.dim
 
     def forward(self, x, micro: MicroBatch):
         """Keeps neither the outputs of the norms nor GeLU's: backward makes them again from what lies before them."""
@@ -134,16 +138,19 @@ class TransformerBlock(Block):
 class HeadBlock(Block):
     """x [B, T, D] -> the sum of the cross-entropies of the targets [B, T]."""
 
-    def __init__(self, weight, dim, *, group):
+    def __init__(self, weight, dim, seq, *, group):
         self.norm = LayerNorm("head.norm", dim)
         self.head = VocabParallelHead(weight, group=group)
-        self.dim = dim
+        self.dim, self.seq = dim, seq
 
     def __str__(self):
         return "head"
 
     def input_shape(self, micro: MicroBatch):
         return (*micro.inputs.shape, self.dim)
+
+    def flops(self):
+        return 2.0 * self.seq * self.dim * self.head.weight.global_shape[0]
 
     def forward(self, x, micro: MicroBatch):
         """The sum of the losses; without targets the logits of this rank's columns of the last token, [B, V / P]."""
@@ -186,11 +193,11 @@ class GPT(Model):
         group = mesh.tp
         front = EmbeddingBlock(vocab, dim, seq, dropout=dropout, seed=seed, group=group)
         middle = [
-            TransformerBlock(i, dim, heads, layers=layers, dropout=dropout, seed=seed, group=group)
+            TransformerBlock(i, dim, heads, seq, layers=layers, dropout=dropout, seed=seed, group=group)
             for i in range(layers)
         ]
         own = sharded("head.weight", (vocab, dim), Normal(0.02), group, 0)
-        back = HeadBlock(front.embedding.weight if tied else own, dim, group=group)
+        back = HeadBlock(front.embedding.weight if tied else own, dim, seq, group=group)
         super().__init__([front, *middle, back], front=1, back=1, mesh=mesh, dtype=dtype, seed=seed,
                          virtual_stages=virtual_stages, layers_per_stage=layers_per_stage, placement=placement,
                          recompute=recompute)

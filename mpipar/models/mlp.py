@@ -24,7 +24,7 @@ class MlpLayer(Block):
     recomputes = ("full",)
 
     def __init__(self, number, dim, *, group):
-        self.number = number
+        self.number, self.dim = number, dim
         initial, name = Normal(1 / math.sqrt(dim)), f"layer{number}"
         if number % 2 == 0:
             self.linear = ColumnParallelLinear(
@@ -41,6 +41,9 @@ class MlpLayer(Block):
 
     def input_shape(self, micro: MicroBatch):
         return (len(micro.inputs), self.width)
+
+    def flops(self):
+        return 2.0 * self.dim**2
 
     def forward(self, x, micro: MicroBatch):
         h, y = self.linear.forward_gelu(x)

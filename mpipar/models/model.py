@@ -48,6 +48,10 @@ class Block(Layer):
         """What forward saved, made again from its input."""
         return self.forward(x, micro)[1]
 
+    def flops(self) -> float:
+        """Floating-point operations of the matrix products of forward for one sample, over all tensor-parallel ranks."""
+        return 0.0
+
 
 class Chunk:
     """The consecutive blocks of one pipeline stage.
@@ -121,6 +125,7 @@ class Model:
         if recompute not in RECOMPUTE:
             raise ValueError(f"recompute={recompute!r} is not valid: one of {', '.join(RECOMPUTE)}")
         self.mesh = mesh
+        self.blocks, self.front, self.back = blocks, front, back
         self.dtype = as_dtype(dtype)
         self.seed = seed
         self.recompute = recompute

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 
@@ -163,17 +164,17 @@ def test_layers_spread_over_the_stages():
     (1, ["--dim", "1048576"], "GiB"),
     (1, ["--virtual-stages", "2"], "--schedule interleaved"),
     (2, ["--pp", "2", "--schedule", "interleaved", "--layers", "3"], "at least 4 layers"),
-    (1, ["--model", "mlp", "--layers", "2"], "--heads is an option of --model gpt"),
+    (1, ["--model", "mlp", "--layers", "2", "--heads", "2"], "--heads is an option of --model gpt"),
     (1, ["--eval-every", "5"], "--data random has none"),
     (1, ["--model", "mlp", "--recompute", "attention"], "--recompute attention is an option of --model gpt"),
+    (1, ["--balance", "flops", "--layers-per-stage", "4"], "leave one out"),
     (1, ["--stage-delay", "0"], "--stage-delay 0.0 is not valid"),
     (1, ["--trace", "/none/dir"], "can't be written"),
     (1, ["--schedule", "2f2b"], "one of naive, gpipe, 1f1b"),
     (2, ["--pp", "2", "--schedule", "zb-v", "--virtual-stages", "3", "--layers", "6"], "valid: chunks=2"),
 ])
 def test_more_user_errors(ranks, arguments, words):
-    heads = ["--heads", "2"] if "mlp" in arguments else []
-    job = run_job(ranks, ["-m", "mpipar.train", "--data", "random", *arguments, *heads])
+    job = run_job(ranks, ["-m", "mpipar.train", "--data", "random", *arguments])
     assert job.returncode == 2 and len(job.output.strip().splitlines()) == 1 and words in job.output, job.output
 
 
@@ -232,6 +233,19 @@ def test_recomputed_activations_are_counted_and_change_nothing(tmp_path):
     assert whole["dropped"] == [0, 0] and whole["held"][0] > 0
     for less in others:
         assert [h + d for h, d in zip(less["held"], less["dropped"])] == whole["held"] and min(less["dropped"]) > 0
+
+
+@pytest.mark.parametrize("by", ["flops", "measured"])
+def test_layers_are_divided_by_what_they_cost(by):
+    """A head that is dearer than all layers: the last stage gets few of them."""
+    arguments = ["--pp", "2", "--layers", "6", "--dim", "32", "--heads", "4", "--seq", "16", "--vocab", "16384", "--data", "random",
+                 "--steps", "2", "--global-batch", "8", "--balance", by]
+    job = run_job(2, ["-m", "mpipar.train", *arguments], timeout=120)
+    assert job.returncode == 0, job.output
+    first = int(re.search(rf"by {by}: layers (\d)\+\d, predicted ", job.stdout)[1])
+    assert first == 5 if by == "flops" else first >= 4  # times vary on a busy machine
+    assert f"embedding + blocks 0-{first - 1}" in job.stdout
+    assert float(job.stdout.split("predicted ")[1].split()[0]) > 1.02
 
 
 def test_what_is_not_a_metrics_file_is_not_replaced(tmp_path):

@@ -11,11 +11,15 @@ from mpipar.engine.checksum import global_state, parameters_sha256
 from mpipar.engine.optimizer import SGD, AdamW
 from mpipar.engine.trainer import Trainer
 from mpipar.models.gpt import GPT
+from mpipar.parallel.pipeline.schedule import SCHEDULES, SEVERAL_CHUNKS, build, placement
 
 TINY = dict(layers=4, dim=32, heads=4, vocab=64, seq=16, dtype="float64")
 
 
 def trainer(mesh=None, *, schedule="1f1b", micro_batches=1, optimizer=None, clip=0.0, **changes):
+    if mesh is not None and schedule in SCHEDULES:
+        plan = build(schedule, mesh.pp.size, micro_batches, 2 if schedule in SEVERAL_CHUNKS else 1)
+        changes["placement"] = placement(plan)
     model = GPT(mesh=mesh, **{**TINY, **changes})
     return Trainer(model, optimizer or SGD(lr=0.0), schedule=schedule, micro_batches=micro_batches, clip=clip)
 
@@ -51,7 +55,7 @@ def test_the_mean_is_over_tokens_not_over_micro_batches_or_ranks(comm):
 
 
 @pytest.mark.mpi(np=[1, 2])
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_ratio_of_gradient_norms_is_1_for_any_cutting(comm, schedule):
     mesh = Mesh(comm, pp=comm.size)
     four, sixteen = (trainer(mesh, schedule=schedule, micro_batches=m).step(tokens()) for m in (4, 16))
@@ -71,7 +75,7 @@ def test_only_micro_batch_0_has_weight(comm, m):
     alone = trainer()
     alone.step(Batch.of(inputs[:rows], targets[:rows]))  # divides by the tokens of these rows, which are all that count
     expected = global_state(alone.model, gradients=True)
-    for schedule in ("naive", "gpipe", "1f1b"):
+    for schedule in SCHEDULES:
         parallel = trainer(mesh, schedule=schedule, micro_batches=m)
         parallel.step(Batch.of(inputs, masked))
         found = global_state(parallel.model, gradients=True)

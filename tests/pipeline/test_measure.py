@@ -124,8 +124,8 @@ def test_the_trace_is_complete(name, chunks, tmp_path):
         inside = [e for e in spans if e["tid"] == rank and e["cat"] in ("receive", "send")]
         assert inside
         for event in inside:    # lies within one idle event
-            assert any(idle["ts"] - 0.01 <= event["ts"] and event["ts"] + event["dur"] <= idle["ts"] + idle["dur"] + 0.01
-                       for idle in mine if idle["cat"] == "idle")
+            start, end = event["ts"] + 0.01, event["ts"] + event["dur"] - 0.01
+            assert any(idle["ts"] <= start and end <= idle["ts"] + idle["dur"] for idle in mine if idle["cat"] == "idle")
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"rank 0", "rank 1", "rank 2"}
 
 

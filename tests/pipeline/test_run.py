@@ -133,37 +133,33 @@ def test_the_last_gradient_of_a_stage_that_splits_some_backwards():
     assert last == ["0F1", "0I0", "0W0"]
 
 
-def test_saved_values_are_dropped_right_after_backward():
-    """Counted by weak references, not by what the executor says."""
-    class Saved:
-        def __init__(self, value):
-            self.value = value
-
-    alive, peak = weakref.WeakSet(), [0, 0]
+@pytest.mark.parametrize("name, chunks", PLANS)
+def test_live_activations_are_those_predicted(name, chunks):
+    """P=4, M=8: counted by weak references to what forward saved, not by what the executor says."""
+    plan = build(name, 4, 8, chunks)
+    home = {stage: rank for rank, own in enumerate(placement(plan)) for stage in own}
+    alive, peak = [[] for _ in plan], [0] * 4
 
     class Counting(Chunk):
         def forward(self, x, micro):
-            y, saved = super().forward(x, micro)
-            saved = Saved(saved)
-            saved.stage = self.stage
-            alive.add(saved)
-            peak[self.stage] = max(peak[self.stage], sum(kept.stage == self.stage for kept in list(alive)))
-            return y, saved
+            y, (x, z) = super().forward(x, micro)
+            x = x.copy()        # the weight gradient needs it too, so it lives until W
+            mine = alive[home[self.stage]]
+            mine.append(weakref.ref(x))
+            mine[:] = [kept for kept in mine if kept() is not None]
+            peak[home[self.stage]] = max(peak[home[self.stage]], len(mine))
+            return y, (x, z)
 
-        def backward(self, saved, dy, micro, later=None):
-            return super().backward(saved.value, dy, micro, later)
-
-    plan = build("1f1b", 2, 8)
-    chunks = {stage: Counting(stage, 2, WIDTH) for stage in range(2)}
-    for stage, chunk in chunks.items():
+    own = {stage: Counting(stage, 4 * chunks, WIDTH) for stage in range(4 * chunks)}
+    for stage, chunk in own.items():
         chunk.stage = stage
     gc.disable()        # reference counts alone have to free them
     try:
-        results = run_threads(plan, chunks, micro_batches(8, WIDTH))
-        assert not alive
+        results = run_threads(plan, own, micro_batches(8, WIDTH))
+        assert all(kept() is None for mine in alive for kept in mine)
     finally:
         gc.enable()
-    assert peak == [2, 1] == [result.peak_live for result in results]
+    assert tuple(peak) == check(plan).live == tuple(result.peak_live for result in results)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -41,7 +41,10 @@ def check(plan, *, stages=None, micro_batches=None, forward_only=False):
 
 
 def read_plan(path):
-    """The plan in a text file (see `schedule.parse_plan`), proved right by `check`; ValueError, one line, names the file."""
+    """The plan in a text file (see `schedule.parse_plan`), proved right by `check`.
+
+    ValueError, one line that names the file, if it can't be read or is wrong.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             plan = parse_plan(file.read())

@@ -49,16 +49,17 @@ class Measurement(Timelines):
     def lines(self, plan, *, width=120):
         """What people want to see of it, beside the prediction with the measured costs: a list of lines."""
         predicted = self.predict(plan)
-        lines = [f"bubble {self.bubble:.1%} of the time measured, {predicted.bubble:.1%} simulated with the measured costs, "
-                 f"{simulate(plan).bubble:.1%} for equal stages; makespan {1e3 * self.makespan:.1f} ms measured, "
+        lines = [f"bubble {self.bubble:.1%} of the time measured, {predicted.bubble:.1%} simulated with the measured "
+                 f"costs, {simulate(plan).bubble:.1%} for equal stages; makespan {1e3 * self.makespan:.1f} ms measured, "
                  f"{1e3 * predicted.makespan:.1f} ms simulated"]
         for rank, (busy, live) in enumerate(zip(self.busy, self.peak_live)):
             spans = self.communication[rank]
             receive, send = (1e3 * sum(end - start for what, _, start, end in spans if what == which)
                              for which in ("receive", "send"))
-            lines.append(f"  rank {rank}: busy {1e3 * busy:.1f} ms of {1e3 * self.makespan:.1f} ({_share(busy, self.makespan):.0%}; "
-                         f"simulated {_share(predicted.busy[rank], predicted.makespan):.0%}), waiting for messages {receive:.1f} ms, "
-                         f"sending {send:.1f} ms, {live} live (predicted {predicted.peak_live[rank]})")
+            share, expected = _share(busy, self.makespan), _share(predicted.busy[rank], predicted.makespan)
+            lines.append(f"  rank {rank}: busy {1e3 * busy:.1f} ms of {1e3 * self.makespan:.1f} ({share:.0%}; simulated "
+                         f"{expected:.0%}), waiting for messages {receive:.1f} ms, sending {send:.1f} ms, {live} live "
+                         f"(predicted {predicted.peak_live[rank]})")
         for name, timelines in (("predicted", predicted.timelines), ("measured", self.timelines)):
             lines += [name, *gantt(timelines, width=width).splitlines()]
         return lines

@@ -1,4 +1,4 @@
-"""The division of a model's layers over pipeline stages, by count."""
+"""The division of a model's layers over pipeline stages, by count or by cost."""
 
 from itertools import accumulate
 
@@ -23,6 +23,31 @@ def split_layers(layers, stages, explicit=None):
         raise ValueError(f"layers per stage {_text(counts)}; valid: {stages} counts of at least 1 that "
                          f"add up to {layers}, such as {_text(split_layers(layers, stages))}")
     return counts
+
+
+def even_costs(costs, stages, front=0.0, back=0.0):
+    """How many layers each stage gets so that the most expensive stage costs least, and the others are as even as
+    that allows.
+
+    costs: of each layer. front, back: what the first and the last stage have to carry besides. ValueError if a stage
+    would be left without a layer.
+    """
+    split_layers(len(costs), stages)                # refuses what does not fit
+    until = [0.0, *accumulate(costs)]
+    # best[n]: (dearest stage, sum of squares, counts) of the first n layers on the stages so far
+    best = {0: (0.0, 0.0, [])}
+    for stage in range(stages):
+        extra = front * (stage == 0) + back * (stage == stages - 1)
+        longer = {}
+        for end in range(stage + 1, len(costs) - (stages - 1 - stage) + 1):
+            options = []
+            for start, (dearest, squares, counts) in best.items():
+                if start < end:
+                    cost = until[end] - until[start] + extra
+                    options.append((max(dearest, cost), squares + cost * cost, [*counts, end - start]))
+            longer[end] = min(options)
+        best = longer
+    return best[len(costs)][2]
 
 
 def stage_layers(layers, stages, explicit=None):

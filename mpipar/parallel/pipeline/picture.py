@@ -36,7 +36,8 @@ def draw(path, predicted, measured, *, title="", scale=1e3, unit="ms"):
     width = 16 * 72 * 0.93      # points along the time axis
     for axis, timelines, what in zip(axes, (predicted, measured), ("predicted", "measured")):
         _draw_ranks(axis, timelines.timelines, scale, scale * timelines.makespan, width / end)
-        axis.set_title(f"{what}: {scale * timelines.makespan:.4g} {unit}, bubble {timelines.bubble:.1%}", loc="left", fontsize=11)
+        heading = f"{what}: {scale * timelines.makespan:.4g} {unit}, bubble {timelines.bubble:.1%}"
+        axis.set_title(heading, loc="left", fontsize=11)
         axis.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
         axis.set_ylim(ranks - 0.5, -0.5)
         axis.set_xlim(0, end)
@@ -44,8 +45,8 @@ def draw(path, predicted, measured, *, title="", scale=1e3, unit="ms"):
         axis.tick_params(axis="y", length=0)
     axes[1].set_xlabel(unit)
     kinds = [kind for kind in "FBIW" if any(a.kind == kind for timeline in measured.timelines for a, _, _ in timeline)]
-    figure.legend(handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds] + [Patch(color=_IDLE, label="idle")],
-                  loc="outside upper right", ncols=len(kinds) + 1, frameon=False)
+    handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds] + [Patch(color=_IDLE, label="idle")]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
     if any(len({action.stage for action, _, _ in timeline}) > 1 for timeline in measured.timelines):
         title += "   (darker: later stage of a rank)"
     figure.suptitle(title, x=0.01, ha="left")
@@ -60,8 +61,8 @@ def _draw_ranks(axis, timelines, scale, makespan, points):
         for action, start, end in timeline:
             left, length = scale * start, scale * (end - start)
             shade = 1 - 0.3 * chunks.index(action.stage) / max(len(chunks) - 1, 1)
-            axis.barh(rank, length, left=left, height=0.84, color=_shaded(COLOURS[action.kind], shade), edgecolor="white",
-                      linewidth=0.6 if points * length > 6 else 0.2)
+            axis.barh(rank, length, left=left, height=0.84, color=_shaded(COLOURS[action.kind], shade),
+                      edgecolor="white", linewidth=0.6 if points * length > 6 else 0.2)
             text = str(action.micro_batch)
             size = min(9.0, points * length / (0.75 * len(text)))
             if size >= 4.5:

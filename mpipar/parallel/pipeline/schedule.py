@@ -83,7 +83,8 @@ def interleaved(stages, micro_batches, chunks=2):
     """1F1B over v chunks a rank: groups of P micro-batches pass chunk after chunk; filling takes 1/v as long.
 
     The bubble is (P-1)/(vM+P-1) of the wall time if M is a multiple of P; 2(P-1-r) + (v-1)P + 1 chunks are
-    live on rank r (Narayanan et al., 2021). Any M works: it is the plan of the next multiple of P without the
+    live on rank r (Narayanan et al., 2021). Where vM+P-1 < vP no plan reaches it: one micro-batch's own
+    way through 2vP actions takes longer. Any M works: it is the plan of the next multiple of P without the
     micro-batches that there are not. Taking micro-batches away cannot make a plan hang, as they wait only for
     themselves and for their turn.
     """

@@ -53,6 +53,7 @@ def sleeping_chunks(stage_blocks, placement, rank, delay, dtype):
     costs = stage_costs(delay, len(placement[rank]))
     for stage in placement[rank]:
         last = stage == stages - 1
-        chunks[stage] = SleepingStage(stage, costs, input_shape=stage_blocks[stage][0].input_shape, last=last, dtype=dtype,
+        chunks[stage] = SleepingStage(stage, costs, last=last, dtype=dtype,
+                                      input_shape=stage_blocks[stage][0].input_shape,
                                       output_shape=(1,) if last else stage_blocks[stage + 1][0].input_shape)
     return chunks
