@@ -10,6 +10,7 @@ import shutil
 import time
 from pathlib import Path
 
+from mpipar.comm import launcher
 from mpipar.kernels import cache
 from mpipar.kernels.host import host
 from mpipar.kernels.settings import available_cores
@@ -76,14 +77,12 @@ def _show_packages():
 
 def _show_mpi():
     try:
-        from mpi4py import MPI
+        from mpipar.comm.mpi import library
     except ImportError as error:
         print("MPI           none")
         return f"mpi4py or its MPI library cannot be loaded ({error}): pip install 'mpipar[mpich]'"
-    print(f"MPI           {MPI.Get_library_version().splitlines()[0].strip()}")
-    from mpipar.comm.launcher import mpirun
-
-    print(f"launcher      {mpirun()}")
+    print(f"MPI           {library()}")
+    print(f"launcher      {launcher.mpirun()}")
 
 
 def _show_cache():
