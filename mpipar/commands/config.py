@@ -23,7 +23,7 @@ else:
     import tomli as tomllib
 
 LATER = {
-    "experts", "ep", "cp", "comm", "overlap", "no-overlap", "recompute", "checkpoint",
+    "experts", "ep", "cp", "overlap", "no-overlap", "recompute", "checkpoint",
     "save-every", "keep", "resume", "trace",
 }  # fixed names of things that don't exist yet: refused by name, never ignored
 
@@ -103,6 +103,9 @@ class Config:
     """Global batches of an evaluation; 0: never evaluate."""
     generate: int = 200
     """Bytes of text to generate at the end (gpt on text); 0: none."""
+    comm: Literal["auto", "mpi", "shm"] = "auto"
+    """How replicas of one node exchange gradients and parameters: mpi by messages, shm by shared memory, auto by size.
+    With --zero 3, shm keeps one copy of the parameters for a node."""
     deterministic: bool = False
     """Sum in an order that doesn't depend on dp: dp 1, 2, 4, ... with the same dp x --micro-batches give the same bits."""
     gemm: Literal["numba", "blas"] = "numba"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import tyro
@@ -57,6 +57,8 @@ class Options:
     """Largest norm of the gradient; 0: no clipping."""
     zero: str = "0,1,2,3"
     """Stages of ZeRO to try where there are replicas."""
+    comm: Literal["auto", "mpi", "shm"] = "auto"
+    """How ranks of one node exchange gradients and parameters."""
     break_: Annotated[str | None, tyro.conf.arg(name="break", metavar="WHAT")] = None
     """Switch a piece off in the parallel runs; a wrong name lists the right ones. Exit code 1 says that it was noticed."""
     json: str | None = None
@@ -186,7 +188,7 @@ def verify(options: Options) -> int:
         print(f"{'layout':<22}{'schedule':<13}{'zero':<6}" + "".join(f"{name:>12}" for name in ["start", *BOUNDS]) + "  verdict")
     for dp, tp, pp in fitting:
         for schedule, zero in product(schedules(pp, options), options.zero_stages() if dp > 1 else [0]):
-            mesh = Mesh(dp=dp, tp=tp, pp=pp)
+            mesh = Mesh(dp=dp, tp=tp, pp=pp, back_end=options.comm)
             outcome = run(options, mesh, schedule, damage, zero=zero)
             if mesh.is_root:
                 found = compare(serial, outcome)

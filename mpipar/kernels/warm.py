@@ -5,7 +5,7 @@ import importlib
 
 import numpy as np
 
-MODULES = ("gemm", "gelu", "elementwise", "norm", "attention", "loss", "embedding", "optimizer", "random")
+MODULES = ("gemm", "gelu", "elementwise", "norm", "attention", "loss", "embedding", "optimizer", "random", "shared")
 
 
 def compile_all(dtype="float32"):

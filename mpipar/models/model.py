@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpipar.kernels.memory import keep_freed_memory
+from mpipar.kernels.memory import aligned_zeros, keep_freed_memory
 from mpipar.kernels.warm import compile_all
 from mpipar.nn.layer import Layer, SampleKeys
 from mpipar.nn.parameter import FlatBuffers, Parameter
@@ -119,7 +119,12 @@ class Model:
         self._check_memory(zero)
         keep_freed_memory()
         self.mesh.first_on_node(lambda: compile_all(self.dtype))
-        self.buffers = FlatBuffers(self.parameters, self.dtype)
+        # What the replicas exchange whole lies where they can see it.
+        self.buffers = FlatBuffers(
+            self.parameters, self.dtype,
+            zeros_data=self.mesh.dp.zeros if zero in (1, 2) else aligned_zeros,
+            zeros_grad=self.mesh.dp.zeros if zero < 2 else aligned_zeros,
+        )
         self.initialised = zero < 3 or self.mesh.dp.size == 1
         for parameter in self.parameters if self.initialised else []:
             parameter.initialise(self.seed)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mpipar.kernels.memory import aligned_zeros
 from mpipar.nn.initial import Initial
 
 
@@ -80,17 +81,17 @@ class FlatBuffers:
 
     A bucket is a slice of `grad`, an optimizer pass is one loop over `data` and `grad`. The arrays start at a
     64-byte boundary. `bounds` (int64, n + 1) are the starts of the parameters, `decay` (n) is 1 where weight decay
-    applies and 0 elsewhere.
+    applies and 0 elsewhere. zeros_data, zeros_grad: (size, dtype) -> where the two arrays lie, private memory if not given.
     """
 
-    def __init__(self, parameters: list[Parameter], dtype):
+    def __init__(self, parameters: list[Parameter], dtype, *, zeros_data=aligned_zeros, zeros_grad=aligned_zeros):
         self.parameters = list(parameters)
         self.dtype = np.dtype(dtype)
         self.bounds = np.zeros(len(self.parameters) + 1, np.int64)
         self.bounds[1:] = np.cumsum([p.size for p in self.parameters])
         self.decay = np.array([float(p.decay) for p in self.parameters])
-        self.data = aligned_zeros(self.size, self.dtype)
-        self.grad = aligned_zeros(self.size, self.dtype)
+        self.data = zeros_data(self.size, self.dtype)
+        self.grad = zeros_grad(self.size, self.dtype)
         for parameter, start, stop in zip(self.parameters, self.bounds[:-1], self.bounds[1:]):
             parameter.data = self.data[start:stop].reshape(parameter.shape())
             parameter.grad = self.grad[start:stop].reshape(parameter.shape())
@@ -99,11 +100,3 @@ class FlatBuffers:
     def size(self) -> int:
         """Number of elements of all parameters of this rank."""
         return int(self.bounds[-1])
-
-
-def aligned_zeros(size: int, dtype, alignment: int = 64) -> np.ndarray:
-    """A 1-D array of zeros whose first element lies at a multiple of `alignment` bytes."""
-    dtype = np.dtype(dtype)
-    raw = np.zeros(size * dtype.itemsize + alignment, np.uint8)
-    skip = -raw.ctypes.data % alignment
-    return raw[skip : skip + size * dtype.itemsize].view(dtype)
