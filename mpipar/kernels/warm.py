@@ -15,7 +15,8 @@ OF_BFLOAT16 = ("gemm", "attention", "embedding")  # the others have no code of t
 def compile_all(dtype="float32"):
     """Compiles every kernel for a dtype (float32, float64 or bfloat16), or loads it where the cache has it.
 
-    bfloat16 is computed by the kernels of float32, with some of its own around them. Each module of MODULES has a function warm(dtype) that calls its kernels on tiny arrays.
+    bfloat16 is computed by the kernels of float32, with some of its own around them. Each module of MODULES has a
+    function warm(dtype) that calls its kernels on tiny arrays.
     """
     dtype = as_dtype(dtype)
     if is_bfloat16(dtype):
