@@ -88,10 +88,10 @@ class FlatBuffers:
 
     With bfloat16, `data` has 16 bits a number, and `master` (else the same array as `data`) and `grad` are float32: what
     a step adds to a weight is mostly smaller than the last place of a bfloat16, and so is what a micro-batch adds to a
-    gradient, so both would be lost in sums of 16 bits. A bucket is a slice of `grad`, an optimizer pass is one loop
-    over `data` and `grad`. The arrays start at a
-    64-byte boundary. `bounds` (int64, n + 1) are the starts of the parameters, `decay` (n) is 1 where weight decay
-    applies and 0 elsewhere. zeros_data, zeros_grad: (size, dtype) -> where the two arrays lie, private memory if not given.
+    gradient, so both would be lost in sums of 16 bits. A bucket is a slice of `grad`, an optimizer pass is one loop over
+    `master` and `grad`. The arrays start at a 64-byte boundary. `bounds` (int64, n + 1) are the starts of the
+    parameters, `decay` (n) is 1 where weight decay applies and 0 elsewhere. zeros_data, zeros_grad: (size, dtype) -> where
+    the two arrays lie, private memory if not given.
     """
 
     def __init__(self, parameters: list[Parameter], dtype, *, zeros_data=aligned_zeros, zeros_grad=aligned_zeros):
