@@ -1,5 +1,8 @@
 """The product of bfloat16 against float32's, bit by bit, and against NumPy."""
+import ctypes
 import itertools
+import mmap
+import sys
 import tracemalloc
 
 import ml_dtypes
@@ -101,21 +104,26 @@ def test_what_does_not_fit_is_refused():
         settings.gemm = "numba"
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs mprotect of the C library")
 def test_operands_at_the_end_of_memory():
     """Packing may read whole vectors where they lie in one page, never over the end of the array's last page."""
-    import mmap
-
     page = mmap.PAGESIZE
-    memory = mmap.mmap(-1, page)  # the page after it belongs to somebody else, or to nobody
-    for lines in range(1, 17):
-        count = 3 * lines
-        a = np.frombuffer(memory, HALF, count, page - 2 * count).reshape(3, lines)
-        a[...] = half(lines, 3, lines)
-        b = half(1, 3, 5)
-        expected = a.T.astype(np.float64) @ b.astype(np.float64)
-        assert_close(gemm(a.T, b, np.empty((lines, 5), np.float32)), expected, TOLERANCE)
-        del a
-    memory.close()
+    memory = mmap.mmap(-1, 2 * page)
+    start = np.frombuffer(memory, np.uint8).ctypes.data
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert protect(start + page, page, 0) == 0  # whoever reads the second page ends the process
+    try:
+        for lines in range(1, 19):
+            count = 3 * lines
+            a = np.frombuffer(memory, HALF, count, page - 2 * count).reshape(3, lines)
+            a[...] = half(lines, 3, lines)
+            b = half(1, 3, 5)
+            expected = a.T.astype(np.float64) @ b.astype(np.float64)
+            assert_close(gemm(a.T, b, np.empty((lines, 5), np.float32)), expected, TOLERANCE)
+            assert_close(gemm(b.T, a, np.empty((5, lines), np.float32)), expected.T, TOLERANCE)
+    finally:
+        assert protect(start + page, page, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
 def test_no_float32_copy_of_an_operand_or_a_result():
