@@ -13,6 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ..comm.mesh import BACK_ENDS
+from ..kernels.settings import settings
+from ..kernels.shared import warm
+from ..kernels.threads import limit_threads
 from .report import conditions, integers, print_conditions, print_table, write_json
 
 SIZES = "8,64,512,4096,65536,1048576,16777216,67108864"
@@ -31,6 +35,8 @@ def add_arguments(parser):
     parser.add_argument("--axis", choices=AXES, default="world", help="the group that is measured (default: %(default)s)")
     for axis in AXES[1:]:
         parser.add_argument(f"--{axis}", type=int, default=None if axis == "dp" else 1, help="size of that axis of the mesh")
+    parser.add_argument("--comm", choices=BACK_ENDS, default="auto",
+                        help="how ranks of one node exchange arrays of `Group.zeros` (default: %(default)s)")
     parser.add_argument("--ladder", action="store_true", help="also all-reduces written over send and receive")
     parser.add_argument("--runs", type=int, default=0, help="calls of each size (default: 8 to 200, fewer of large ones)")
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
@@ -47,14 +53,17 @@ def run(arguments):
         raise ValueError(f"--operations has {unknown[0]!r}; valid values: {', '.join(SHARES)}")
     if arguments.runs < 0:
         raise ValueError(f"--runs is {arguments.runs}; valid values: integers from 1, or 0 for a number that fits the size")
-    mesh = Mesh(dp=arguments.dp, pp=arguments.pp, tp=arguments.tp)
+    mesh = Mesh(dp=arguments.dp, pp=arguments.pp, tp=arguments.tp, back_end=arguments.comm)
     group = getattr(mesh, arguments.axis)
     if group.size < 2:
         raise ValueError(f"the group {arguments.axis} has one rank: start several, mpirun -np 2 python -m mpipar.bench collectives")
     report = conditions(np.float32, arguments.runs)
-    report.update(axis=arguments.axis, ranks=group.size, mesh=mesh.shape, results=[], lines=[], ladder=[])
+    limit_threads(max(1, settings.threads // mesh.ranks_on_node))
+    mesh.first_on_node(lambda: warm(np.float32))
+    space = [group.zeros(max(max(sizes) // 4, group.size), np.float32) for _ in range(2)]
+    report.update(axis=arguments.axis, comm=arguments.comm, ranks=group.size, mesh=mesh.shape, results=[], lines=[], ladder=[])
     for name in names:
-        rows = [measure(mesh.world, group, name, size, arguments.runs) for size in sizes]
+        rows = [measure(mesh.world, group, name, size, arguments.runs, space) for size in sizes]
         report["results"] += rows
         report["lines"].append({"operation": name, **fit([row["link_bytes"] for row in rows], [row["median_s"] for row in rows])})
     if arguments.ladder:
@@ -67,9 +76,9 @@ def run(arguments):
     mesh.close()
 
 
-def measure(world, group, name, size, runs) -> dict:
-    """Times of one operation of one size; the same on every rank."""
-    operation, raw, whole = prepare(group, name, size)
+def measure(world, group, name, size, runs, space) -> dict:
+    """Times of one operation of one size; the same on every rank. space: two arrays of `group.zeros` to work in."""
+    operation, raw, whole = prepare(group, name, size, space)
     ways = 2 if name == "send" else 1
     times = [seconds / ways for seconds in clock(world, operation, whole, runs)]
     link = SHARES[name](group.size) * whole
@@ -84,11 +93,15 @@ def measure(world, group, name, size, runs) -> dict:
     return row
 
 
-def prepare(group, name, size):
-    """(the group's call, the same call of mpi4py or None, bytes of the whole array)."""
+def prepare(group, name, size, space):
+    """(the group's call, the same call of mpi4py or None, bytes of the whole array).
+
+    The group works in `space`, which the ranks of a node may share; mpi4py in private memory.
+    """
     P, comm = group.size, group.comm
     count = max(1, size // (4 * P)) * P
     x, part, whole = np.ones(count, np.float32), np.ones(count // P, np.float32), np.empty(count, np.float32)
+    y, gathered = (array[:count] for array in space)
     if name == "send":  # there and back between the first and the last rank
         ends = 0, P - 1
 
@@ -99,11 +112,11 @@ def prepare(group, name, size):
                 second(x, ends[1] - group.rank)
         return there_and_back, None, 4 * count
     calls = {
-        "all_reduce": (lambda: group.all_reduce(x), lambda: comm.Allreduce(group.mpi.IN_PLACE, x)),
-        "reduce_scatter": (lambda: group.reduce_scatter(x, out=part), lambda: comm.Reduce_scatter_block(x, part)),
-        "all_gather": (lambda: group.all_gather(part, out=whole), lambda: comm.Allgather(part, whole)),
+        "all_reduce": (lambda: group.all_reduce(y), lambda: comm.Allreduce(group.mpi.IN_PLACE, x)),
+        "reduce_scatter": (lambda: group.reduce_scatter(y, out=part), lambda: comm.Reduce_scatter_block(x, part)),
+        "all_gather": (lambda: group.all_gather(part, out=gathered), lambda: comm.Allgather(part, whole)),
         "all_to_all": (lambda: group.all_to_all(x), lambda: comm.Alltoall(x, whole)),
-        "broadcast": (lambda: group.broadcast(x), lambda: comm.Bcast(x)),
+        "broadcast": (lambda: group.broadcast(y), lambda: comm.Bcast(x)),
         "reduce": (lambda: group.reduce(x), None),
         "gather": (lambda: group.gather(part), None),
         "scatter": (lambda: group.scatter(x if group.rank == 0 else None, out=part), None),
@@ -166,7 +179,8 @@ def fit(sizes, seconds) -> dict:
 def show(report):
     """The tables."""
     print_conditions(report)
-    print(f"group {report['axis']} of the mesh {report['mesh']}: {report['ranks']} ranks; median of the slowest rank")
+    print(f"group {report['axis']} of the mesh {report['mesh']}: {report['ranks']} ranks, back end {report['comm']}; "
+          "median of the slowest rank")
     dash = float("nan")
     print_table([("operation", "", lambda r: r["operation"]), ("bytes", ",d", lambda r: r["bytes"]),
                  ("median us", ".1f", lambda r: 1e6 * r["median_s"]), ("best us", ".1f", lambda r: 1e6 * r["best_s"]),

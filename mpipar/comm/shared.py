@@ -24,7 +24,7 @@ from mpipar.kernels.shared import sum_rows, sum_rows_everywhere
 from mpipar.kernels.views import DTYPES
 
 ALIGN = 64                      # bytes: rows and pieces of work begin at cache lines
-LEAST = 16384                   # bytes of an array below which `auto` leaves an operation to MPI
+LEAST = 65536                   # bytes of an array below which `auto` leaves an operation to MPI
 _FOLDER = "/dev/shm"
 
 
@@ -119,6 +119,8 @@ class SharedMemory:
         memory.Lock_all(mpi.MODE_NOCHECK)
         address = np.frombuffer(memory.Shared_query(0)[0], np.uint8).ctypes.data
         mine = self.row if rows > 1 else 0
+        own = np.frombuffer(memory.Shared_query(mine)[0], np.uint8).ctypes.data
+        assert own == address + mine * stride, "the rows of a window do not follow one another"
         window = Window(memory, address, rows, mine, size, stride, dtype, mpi)
         if length:
             window.rows[mine] = 0                       # by its owner: the memory lies near the rank that uses it most
