@@ -21,6 +21,7 @@ import numpy as np
 from mpipar.comm import collectives, rounded
 from mpipar.comm.pending import Pending
 from mpipar.kernels.dtypes import is_bfloat16
+from mpipar.kernels.memory import aligned_zeros
 
 # For every open group, by its key, how many collective calls this rank has made: [number]. The guard tells
 # the other ranks, so that one of them can know that it waits for a call that will never be made.
@@ -31,15 +32,18 @@ class Group:
     """Ranks that communicate. Made by `Mesh`; `Group()` alone is a group of one.
 
     name: of the axis, for messages and records. rank, size: of this rank in the group and of the group.
-    ranks: where the members stand in the mesh. single_node: whether all of them share a node.
+    ranks: where the members stand in the mesh. single_node: whether all of them share a node. nodes: the node of each
+    member, numbered from 0. back_end: see `Mesh`.
     """
 
-    def __init__(self, name="alone", comm=None, *, ranks=(0,), single_node=True, members=None, key=0):
+    def __init__(self, name="alone", comm=None, *, ranks=(0,), single_node=True, members=None, key=0, nodes=(0,),
+                 back_end="auto", speaks=False):
         self.name, self.ranks, self.single_node = name, tuple(ranks), single_node
         # members: the ranks as those of the whole job. key: one number for this group on all its ranks.
         self.members, self.key = self.ranks if members is None else tuple(members), key
         self.comm, self.rank, self.size = comm, 0, 1
-        self.recorder = None
+        self.recorder, self.shared = None, None
+        self.nodes, self.back_end, self._speaks = tuple(nodes), back_end, speaks
         self.mpi, self.limit, self.synchronous, self._calls = None, None, False, [0]
         if comm is not None:
             from mpipar.comm import mpi
@@ -50,13 +54,53 @@ class Group:
     def __repr__(self):
         return f"<Group {self.name}: rank {self.rank} of {self.size}>"
 
+    def zeros(self, size, dtype):
+        """A 1-D array of zeros for this rank, on which collectives work in place where they can. A collective call.
+
+        Where ranks of the group share a node it lies in memory that they share (back ends auto and shm):
+        `all_reduce`, `reduce_scatter`, `all_gather` and `broadcast` of it or of a slice of it (the same on all ranks)
+        then read the others' arrays directly. The memory lives as long as the array or a view of it; not beyond MPI.
+        """
+        memory = self._memory()
+        return aligned_zeros(size, dtype) if memory is None else memory.zeros(size, dtype)
+
+    def common(self, size, dtype):
+        """A 1-D array of zeros that all ranks of the group on one node see, one for each node; None where that can't
+        be, or isn't asked for by the back end shm.
+
+        A collective call. Who writes what, and when, the callers agree on; `refresh` makes writes known.
+        """
+        memory = self._memory() if self.back_end == "shm" else None
+        return None if memory is None else memory.common(size, dtype)
+
+    def refresh(self, array, cuts):
+        """After each rank has written its parts of a `common` array: all ranks see them, on all nodes.
+
+        cuts: pairs (first element of a run, sizes of all ranks' parts of it, in the order of the ranks).
+        """
+        return self._run(self.shared.refresh(array, cuts))
+
+    @property
+    def here(self):
+        """This rank's number among the group's ranks of its node."""
+        return self.nodes[:self.rank].count(self.nodes[self.rank])
+
+    def _memory(self):
+        """The SharedMemory of the group, None where its ranks share no node or may not share memory."""
+        if self.shared is None and self.back_end != "mpi" and len(set(self.nodes)) < self.size:
+            from mpipar.comm.shared import LEAST, SharedMemory
+            least = LEAST if self.back_end == "auto" else 1
+            self.shared = SharedMemory(self, self.nodes, least=least, speaks=self._speaks)
+        return self.shared
+
     def barrier(self):
         """Returns when all ranks of the group have called it."""
         return self._run(collectives.barrier(self))
 
     def broadcast(self, x, root=0):
         """Root's x is written into every rank's x. Returns x."""
-        return self._run(collectives.broadcast(self, x, root))
+        plan = None if self.shared is None else self.shared.broadcast(x, root)
+        return self._run(collectives.broadcast(self, x, root) if plan is None else plan)
 
     def reduce(self, x, root=0, op="sum"):
         """The sum (mean, ...) over the ranks, a new array at the root; None elsewhere. x is left as it is."""
@@ -64,7 +108,8 @@ class Group:
 
     def all_reduce(self, x, op="sum"):
         """The sum (mean, ...) over the ranks is written into every rank's x. Returns x."""
-        return self._run(_reductions(x).all_reduce(self, x, op))
+        plan = None if self.shared is None else self.shared.all_reduce(x, op)
+        return self._run(_reductions(x).all_reduce(self, x, op) if plan is None else plan)
 
     def all_gather(self, x, axis=0, sizes=None, out=None):
         """All ranks' parts, joined along `axis` in the order of the ranks, on every rank.
@@ -72,7 +117,8 @@ class Group:
         The parts have one shape, or lengths `sizes` (one a rank, the same list everywhere) along the axis.
         Into `out` where it is given, else a new array. x may be this rank's part of `out`: nothing is copied then.
         """
-        return self._run(collectives.all_gather(self, x, axis, sizes, out))
+        plan = None if self.shared is None else self.shared.all_gather(x, axis, sizes, out)
+        return self._run(collectives.all_gather(self, x, axis, sizes, out) if plan is None else plan)
 
     def reduce_scatter(self, x, axis=0, op="sum", sizes=None, out=None):
         """The sum (mean, ...) of x over the ranks, cut along `axis`: rank i returns part i.
@@ -80,7 +126,8 @@ class Group:
         x is left as it is. The parts are equal (ValueError if the length does not divide), or as `sizes` says.
         `out` may be this rank's part of x: the other parts of x are then undefined afterwards.
         """
-        return self._run(_reductions(x).reduce_scatter(self, x, axis, op, sizes, out))
+        plan = None if self.shared is None else self.shared.reduce_scatter(x, axis, op, sizes, out)
+        return self._run(_reductions(x).reduce_scatter(self, x, axis, op, sizes, out) if plan is None else plan)
 
     def gather(self, x, root=0, axis=0, sizes=None):
         """All ranks' parts joined along `axis`, a new array at the root; None elsewhere. See all_gather."""
@@ -155,6 +202,9 @@ class Group:
     def close(self):
         """Free the communicator (all ranks of the group together)."""
         if self.comm is not None:
+            if self.shared is not None:
+                self.shared.close()
+                self.shared = None
             self.comm.Free()
             self.comm = None
             call_counts.pop(self.key, None)

@@ -17,24 +17,29 @@ import numpy as np
 
 from mpipar.comm import guard
 from mpipar.comm.group import Group
+from mpipar.comm.leftovers import clean_once
 from mpipar.comm.record import Recorder
 
 AXES = ("dp", "pp", "tp")
+BACK_ENDS = ("auto", "mpi", "shm")
 _serials = itertools.count()        # of the meshes of this process
 
 
 class Mesh:
     """`comm`'s ranks (default: all of the job) as dp x pp x tp; dp=None is what pp and tp leave.
 
-    dp, pp, tp: the groups of this rank along each axis. world: the group of all ranks of the mesh. ends: the
-    first and the last stage of this rank's pipeline (for tied weights), a group of one on the stages between.
-    node: the ranks on this node; `nodes` is the number of nodes, `ranks_on_node` the number of ranks here.
-    rank, size: in the mesh. shape, coordinates: dicts by axis. ValueError, with the valid values, where the
-    sizes do not fit the ranks.
+    dp, pp, tp: the groups of this rank along each axis. world: the group of all ranks of the mesh. ends: the first
+    and the last stage of this rank's pipeline (for tied weights), a group of one on the stages between. node: the
+    ranks on this node; `nodes` is the number of nodes, `ranks_on_node` the number of ranks here. back_end: how ranks
+    of one node exchange arrays made by `Group.zeros`: "mpi" by messages, "shm" by reading each other's memory (and
+    ZeRO 3 keeps one copy of the parameters for a node), "auto" likewise by the array's size, without the one copy.
+    rank, size: in the mesh. shape, coordinates: dicts by axis. ValueError, with the valid values, where the sizes do
+    not fit the ranks.
     """
 
-    def __init__(self, comm=None, *, dp=None, pp=1, tp=1, order=AXES):
+    def __init__(self, comm=None, *, dp=None, pp=1, tp=1, order=AXES, back_end="auto"):
         check_order(order)
+        check_back_end(back_end)
         if comm is None:
             mpi = guard.start()
             comm = None if mpi is None else mpi.MPI.COMM_WORLD
@@ -43,17 +48,17 @@ class Mesh:
             from mpipar.comm import mpi
             if type(comm) is mpi.MPI.Intracomm:     # another class (the tests') has its own way with failures
                 guard.install(_ranks_of_job(comm))
-        self._arrange(comm, shape, order)
+        self._arrange(comm, shape, order, back_end)
 
     @classmethod
     def serial(cls):
         """The mesh of one rank, without MPI (mpi4py is not imported)."""
         mesh = cls.__new__(cls)
-        mesh._arrange(None, dict.fromkeys(AXES, 1), AXES)
+        mesh._arrange(None, dict.fromkeys(AXES, 1), AXES, "auto")
         return mesh
 
-    def _arrange(self, comm, shape, order):
-        self.shape, self.order = shape, tuple(order)
+    def _arrange(self, comm, shape, order, back_end):
+        self.shape, self.order, self.back_end = shape, tuple(order), back_end
         self.rank, self.size = (0, 1) if comm is None else (comm.Get_rank(), comm.Get_size())
         self.is_root = self.rank == 0
         self._grid = np.arange(self.size).reshape([shape[axis] for axis in self.order])
@@ -70,6 +75,8 @@ class Mesh:
         neighbours = [[r for r in range(self.size) if self._node_of[r] == node] for node in nodes]
         self.node = self._group(comm, "node", neighbours)
         self.ranks_on_node = self.node.size
+        if self.node.size > 1 and self.node.rank == 0:
+            clean_once()
 
     def __repr__(self):
         sizes = " x ".join(f"{axis}={self.shape[axis]}" for axis in self.order)
@@ -156,8 +163,16 @@ class Mesh:
                 own = type(comm)(own)  # a communicator class of its own, as in the tests, stays that class
         members = [self._members[r] for r in ranks]
         key = self._serial << 40 | next(self._keys) << 32 | min(members)
-        return Group(name, own, ranks=ranks, single_node=len({self._node_of[r] for r in ranks}) == 1,
-                     members=members, key=key)
+        nodes = sorted({self._node_of[r] for r in ranks})
+        return Group(name, own, ranks=ranks, single_node=len(nodes) == 1, members=members, key=key,
+                     nodes=[nodes.index(self._node_of[r]) for r in ranks], back_end=self.back_end,
+                     speaks=self._node_of[self.rank] == self.rank)
+
+
+def check_back_end(name):
+    """ValueError for a back end that does not exist."""
+    if name not in BACK_ENDS:
+        raise ValueError(f"comm={name!r} is not a back end: valid are {', '.join(BACK_ENDS)}")
 
 
 def check_order(order):

@@ -1,8 +1,8 @@
 """What was sent: a record of every call of a mesh's groups, off unless asked for.
 
-Bytes are counted as a ring would send them, whatever the MPI library does inside, so that they can be
-compared with the formulas of the lectures. n is the bytes of the whole array, P the ranks of the group,
-`sent` what one rank sends:
+Bytes are counted as a ring would send them, whatever the MPI library does inside (or the ranks in the memory that
+they share), so that they can be compared with the formulas of the lectures. n is the bytes of the whole array, P the
+ranks of the group, `sent` what one rank sends:
 
     all_reduce      2 (P-1)/P n     a reduce-scatter and an all-gather; n: the array
     reduce_scatter    (P-1)/P n     n: the array that is reduced (P parts)
@@ -13,6 +13,7 @@ compared with the formulas of the lectures. n is the bytes of the whole array, P
     scatter           (P-1)/P n     sent by the root alone; with uneven parts, all parts but its own
     gather                    n     n: this rank's part; the root sends nothing
     send                      n     the array; recv and barrier send nothing
+    refresh           (N-1)/N n     n: an array that each of N nodes holds once; sent by the first rank of a node
 """
 
 import dataclasses

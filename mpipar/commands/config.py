@@ -25,7 +25,7 @@ else:
     import tomli as tomllib
 
 LATER = {
-    "experts", "ep", "cp", "comm", "overlap", "no-overlap", "checkpoint",
+    "experts", "ep", "cp", "overlap", "no-overlap", "checkpoint",
     "save-every", "keep", "resume",
 }  # fixed names of things that don't exist yet: refused by name, never ignored
 
@@ -110,6 +110,9 @@ class Config:
     """Global batches of an evaluation; 0: never evaluate."""
     generate: int = 200
     """Bytes of text to generate at the end (gpt on text); 0: none."""
+    comm: Literal["auto", "mpi", "shm"] = "auto"
+    """How replicas of one node exchange gradients and parameters: mpi by messages, shm by shared memory, auto by size.
+    With --zero 3, shm keeps one copy of the parameters for a node."""
     deterministic: bool = False
     """Sum in an order that doesn't depend on dp: dp 1, 2, 4, ... with the same dp x --micro-batches give the same bits."""
     gemm: Literal["numba", "blas"] = "numba"
@@ -186,6 +189,8 @@ class Config:
                     raise ValueError(f"{flag(name)} is an option of --model gpt: leave it out for --model mlp")
             if self.recompute == "attention":
                 raise ValueError("--recompute attention is an option of --model gpt: --model mlp takes none or full")
+        if self.dtype == "bfloat16" and self.comm == "shm":
+            raise ValueError("--comm shm has no bfloat16: take --comm auto or mpi, or --dtype float32")
         if self.dtype == "bfloat16" and self.gemm == "blas":
             raise ValueError("--gemm blas has no bfloat16: take --gemm numba, or --dtype float32")
         if self.data == "random" and self.eval_every:

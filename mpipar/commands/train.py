@@ -69,7 +69,7 @@ def set_up(arguments: list[str]) -> Run:
         asked = parse(arguments)
         config = asked.resolved(world_size())
         enough_ranks(asked, world_size())
-        mesh = Mesh(dp=asked.dp, tp=config.tp, pp=config.pp, order=config.axes())
+        mesh = Mesh(dp=asked.dp, tp=config.tp, pp=config.pp, order=config.axes(), back_end=config.comm)
         config.check()
         check_metrics(config)
         check_folder("--trace", config.trace)

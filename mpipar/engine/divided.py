@@ -34,11 +34,17 @@ class Optimizer:
             self.model.zero.publish()
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes that this rank holds between steps: of parameters, gradients and the optimizer's state, masters included."""
+        """Bytes that this rank holds between steps: of parameters, gradients and the optimizer's state, masters included.
+
+        Of parameters that the ranks of a node hold in common, its share of them.
+        """
         zero, buffers = self.model.zero, self.model.buffers
         held = {}
         for name, what in (("parameters", "data"), ("gradients", "grad")):
             whole = getattr(buffers, what)
             held[name] = whole.nbytes if whole is not None else sum(getattr(unit, what).nbytes for unit in zero.units)
+        if zero is not None and zero.common is not None:
+            group = zero.group
+            held["parameters"] //= group.nodes.count(group.nodes[group.rank])
         masters = sum(part.master.nbytes for part in self.parts if part.copy is not None)
         return {**held, "optimizer": masters + sum(state.nbytes for state in self.states)}

@@ -27,11 +27,10 @@ def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None):
 
     gelu: an array [m, n] that receives GeLU(out), erf form, while out is still in the cache; not together with
     residual. Both: unit stride along their rows, no memory shared with out.
-    All float32 or all float64; or a and b bfloat16 (see `gemm_bfloat16.py`). a, b: any strides (transposed and sliced
-    views are read where they lie). out:
-    unit stride along its rows, and no memory shared with a or b. Any m, n, k >= 0: with k = 0 the product is
-    zeros. The bits of the result do not depend on the number of threads. ValueError where shapes, dtypes or
-    strides do not fit.
+    All float32 or all float64; or a and b bfloat16 (see `gemm_bfloat16.py`). a, b: any strides (transposed and
+    sliced views are read where they lie). out: unit stride along its rows, and no memory shared with a or b. Any
+    m, n, k >= 0: with k = 0 the product is zeros. The bits of the result do not depend on the number of threads.
+    ValueError where shapes, dtypes or strides do not fit.
     """
     if is_bfloat16(a.dtype):
         return gemm_bfloat16(a, b, out, accumulate, bias, residual, gelu)

@@ -26,8 +26,8 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
 
     All have zero's type; or zero and out are float32, and a, b and bias the bits of bfloat16 (uint16), which packing
     turns into float32 (`thin` is then false: nothing is read in place). bias: [n], or empty for none. kc, mc, nc:
-    block sizes along k, m, n, multiples of
-    nothing in particular. finish: what is done to each part of out while it is still near (see
+    block sizes along k, m, n, multiples of nothing in particular. finish: what is done to each part of out while
+    it is still near (see
     `gemm_finish.py`); flat, other: out and the other array of it as flat memory, row and other_row: elements
     from one of their rows to the next. thin: m is small, b has unit stride along its rows and is read where it
     lies. work_a, work_b, work_bias: addresses of memory for a block of A (all of A if thin), for a block of B

@@ -1,4 +1,4 @@
-"""Memory that is freed stays with the process, so that each step finds the pages of the one before.
+"""Memory: aligned arrays, and what is freed stays with the process, so that each step finds the pages of the one before.
 
 NumPy takes large arrays from malloc, and glibc gives large pieces back to the system at once: the next step's arrays
 are then new pages, which the kernel has to clear and map, a tenth of a step's time or more.
@@ -6,6 +6,8 @@ are then new pages, which the kernel has to clear and map, a tenth of a step's t
 
 import ctypes
 import functools
+
+import numpy as np
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of glibc's mallopt
 _LARGEST = 1 << 30  # pieces beyond that still come from the system and go back to it
@@ -22,3 +24,11 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError):
         return False
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST)) and bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def aligned_zeros(size: int, dtype, alignment: int = 64) -> np.ndarray:
+    """A 1-D array of zeros whose first element lies at a multiple of `alignment` bytes."""
+    dtype = np.dtype(dtype)
+    raw = np.zeros(size * dtype.itemsize + alignment, np.uint8)
+    skip = -raw.ctypes.data % alignment
+    return raw[skip : skip + size * dtype.itemsize].view(dtype)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpipar.kernels.dtypes import as_dtype
-from mpipar.kernels.memory import keep_freed_memory
+from mpipar.kernels.dtypes import as_dtype, is_bfloat16
+from mpipar.kernels.memory import aligned_zeros, keep_freed_memory
 from mpipar.kernels.warm import compile_tasks
 from mpipar.nn.layer import Layer, SampleKeys
 from mpipar.nn.parameter import FlatBuffers, Parameter, bytes_of_parameter
@@ -174,7 +174,13 @@ class Model:
         self._check_memory(zero)
         keep_freed_memory()
         self.mesh.divided_on_node(compile_tasks(self.dtype))
-        self.buffers = FlatBuffers(self.parameters, self.dtype)
+        # What the replicas exchange whole lies where they can see it; bfloat16 is rounded into messages of its own.
+        shared = aligned_zeros if is_bfloat16(self.dtype) else self.mesh.dp.zeros
+        self.buffers = FlatBuffers(
+            self.parameters, self.dtype,
+            zeros_data=shared if zero in (1, 2) else aligned_zeros,
+            zeros_grad=shared if zero < 2 else aligned_zeros,
+        )
         self.initialised = zero < 3 or self.mesh.dp.size == 1
         for parameter in self.parameters if self.initialised else []:
             parameter.initialise(self.seed)

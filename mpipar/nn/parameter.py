@@ -9,6 +9,7 @@ import numpy as np
 
 from mpipar.kernels.bfloat16 import narrow
 from mpipar.kernels.dtypes import as_dtype, is_bfloat16, sums_dtype
+from mpipar.kernels.memory import aligned_zeros
 from mpipar.nn.initial import Initial
 
 
@@ -87,20 +88,20 @@ class FlatBuffers:
 
     With bfloat16, `data` has 16 bits a number, and `master` (else the same array as `data`) and `grad` are float32: what
     a step adds to a weight is mostly smaller than the last place of a bfloat16, and so is what a micro-batch adds to a
-    gradient, so both would be lost in sums of 16 bits. A bucket is a slice of `grad`, an optimizer pass is one loop
-    over `data` and `grad`. The arrays start at a
-    64-byte boundary. `bounds` (int64, n + 1) are the starts of the parameters, `decay` (n) is 1 where weight decay
-    applies and 0 elsewhere.
+    gradient, so both would be lost in sums of 16 bits. A bucket is a slice of `grad`, an optimizer pass is one loop over
+    `master` and `grad`. The arrays start at a 64-byte boundary. `bounds` (int64, n + 1) are the starts of the
+    parameters, `decay` (n) is 1 where weight decay applies and 0 elsewhere. zeros_data, zeros_grad: (size, dtype) -> where
+    the two arrays lie, private memory if not given.
     """
 
-    def __init__(self, parameters: list[Parameter], dtype):
+    def __init__(self, parameters: list[Parameter], dtype, *, zeros_data=aligned_zeros, zeros_grad=aligned_zeros):
         self.parameters = list(parameters)
         self.dtype = as_dtype(dtype)
         self.bounds = np.zeros(len(self.parameters) + 1, np.int64)
         self.bounds[1:] = np.cumsum([p.size for p in self.parameters])
         self.decay = np.array([float(p.decay) for p in self.parameters])
-        self.data = aligned_zeros(self.size, self.dtype)
-        self.grad = aligned_zeros(self.size, sums_dtype(self.dtype))
+        self.data = zeros_data(self.size, self.dtype)
+        self.grad = zeros_grad(self.size, sums_dtype(self.dtype))
         self.master = aligned_zeros(self.size, self.grad.dtype) if is_bfloat16(self.dtype) else self.data
         for parameter, start, stop in zip(self.parameters, self.bounds[:-1], self.bounds[1:]):
             parameter.data = self.data[start:stop].reshape(parameter.shape())
@@ -127,11 +128,3 @@ def bytes_of_parameter(dtype, parameters=1.0, gradients=1.0, moments=1.0) -> flo
     """
     dtype, sums = as_dtype(dtype), sums_dtype(as_dtype(dtype))
     return dtype.itemsize * parameters + sums.itemsize * (gradients + (3 if sums != dtype else 2) * moments)
-
-
-def aligned_zeros(size: int, dtype, alignment: int = 64) -> np.ndarray:
-    """A 1-D array of zeros whose first element lies at a multiple of `alignment` bytes."""
-    dtype = np.dtype(dtype)
-    raw = np.zeros(size * dtype.itemsize + alignment, np.uint8)
-    skip = -raw.ctypes.data % alignment
-    return raw[skip : skip + size * dtype.itemsize].view(dtype)

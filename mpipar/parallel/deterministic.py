@@ -1,9 +1,10 @@
 """Gradients summed in one fixed order, so that the number of replicas changes no bit.
 
-The G micro-batches of the global batch are the leaves of one binary tree: a node of L leaves has the first ceil(L / 2) of them
-to its left, the others to its right, and is the sum left + right. With P replicas, a power of two, of M = G / P micro-batches
-each, the micro-batches of a replica are all the leaves of one node. So each replica sums its own subtree, whatever the order
-in which its schedule makes the gradients, and the upper levels are summed across the replicas. Every P makes the same additions.
+The G micro-batches of the global batch are the leaves of one binary tree: a node of L leaves has the first ceil(L /
+2) of them to its left, the others to its right, and is the sum left + right. With P replicas, a power of two, of M =
+G / P micro-batches each, the micro-batches of a replica are all the leaves of one node. So each replica sums its own
+subtree, whatever the order in which its schedule makes the gradients, and the upper levels are summed across the
+replicas. Every P makes the same additions.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from mpipar.nn.parameter import FlatBuffers, aligned_zeros, split_range
 
 
 def check_deterministic(deterministic: bool, zero: int, replicas: int) -> None:
-    """ValueError where deterministic sums don't exist: with ZeRO, or unless the number of replicas is a power of two."""
+    """ValueError where deterministic sums don't exist: with ZeRO, or unless the number of replicas is a power of
+    two."""
     if deterministic and zero:
         raise ValueError(f"deterministic sums don't exist with zero={zero}: valid is zero=0")
     if deterministic and replicas & (replicas - 1):
-        raise ValueError(f"deterministic sums need a power of two of replicas, not dp={replicas}: dp can be 1, 2, 4, 8, ...")
+        raise ValueError(f"deterministic sums need a power of two of replicas, not dp={replicas}: valid are 1, 2, 4, 8, ...")
 
 
 def tree(first: int, last: int) -> dict[tuple[int, int], tuple[tuple, tuple]]:
@@ -36,8 +38,8 @@ class TreeReducer:
     """Sums the gradients of all micro-batches of all replicas in the order of the tree.
 
     Each micro-batch accumulates in a buffer of its own; in a schedule whose backward passes come in order, about
-    log2(M) + 1 of them are alive. stages: how many stages of the pipeline this rank holds. `before` and `after` go around
-    every action of the schedule.
+    log2(M) + 1 of them are alive. stages: how many stages of the pipeline this rank holds. `before` and `after` go
+    around every action of the schedule.
     """
 
     def __init__(self, buffers: FlatBuffers, group, micro_batches: int, stages: int):
@@ -81,7 +83,8 @@ class TreeReducer:
         self.done[node] = total
 
     def finish(self) -> None:
-        """Every replica gets the sum over all, in the order of the tree; the parameters' gradients are views of it again."""
+        """Every replica gets the sum over all, in the order of the tree; the parameters' gradients are views of it
+        again."""
         total = self.done.pop((0, self.micro_batches))
         assert not self.done and not self.running, "a backward pass is not over"
         group, grad = self.group, self.buffers.grad

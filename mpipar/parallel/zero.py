@@ -1,17 +1,20 @@
 """ZeRO: the replicas divide what each of them would otherwise hold whole.
 
-Stage 1 divides the optimizer's state, stage 2 the gradients too, stage 3 the parameters too. With n bytes of parameters
-(float32 or float64, AdamW), P replicas and M micro-batches, a rank holds between steps and sends in a step (ring counting)
+Stage 1 divides the optimizer's state, stage 2 the gradients too, stage 3 the parameters too. With n bytes of
+parameters (float32 or float64, AdamW), P replicas and M micro-batches, a rank holds between steps and sends in a step
+(ring counting)
 
     stage   parameters + gradients + moments     bytes sent
-    0       n + n + 2 n                          2 (P-1)/P n       one all-reduce of the gradients
-    1       n + n + 2 n / P                      2 (P-1)/P n       reduce-scatter of the gradients, all-gather of the parameters
-    2       n + n / P + 2 n / P                  (M+1) (P-1)/P n   the gradients of each micro-batch go as soon as they are there
-    3       n / P + n / P + 2 n / P              3 M (P-1)/P n     parameters are gathered before forward and before backward
+    0       n + n + 2 n                          2 (P-1)/P n       all-reduce of the gradients
+    1       n + n + 2 n / P                      2 (P-1)/P n       reduce-scatter of gradients, all-gather of parameters
+    2       n + n / P + 2 n / P                  (M+1) (P-1)/P n   the gradients of each micro-batch go at once
+    3       n / P + n / P + 2 n / P              3 M (P-1)/P n     parameters are gathered for forward and for backward
 
-Under stages 2 and 3 a block's whole gradients, and under stage 3 its whole parameters, exist only while the block computes
-(the next block's parameters are fetched meanwhile). What several blocks of a stage share, a tied embedding, stays from its
-first use to its last. Where a schedule delays weight gradients, micro-batches that overlap are sent as one.
+Under stages 2 and 3 a block's whole gradients, and under stage 3 its whole parameters, exist only while the block
+computes (the next block's parameters are fetched meanwhile). What several blocks of a stage share, a tied embedding,
+stays from its first use to its last. Replicas of one node keep under stage 3 and the back end shm ONE copy of the
+parameters for the node: each updates its part there, nothing is gathered, and each sends M (P-1)/P n. Where a
+schedule delays weight gradients, micro-batches that overlap are sent as one.
 
 Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
 """
@@ -40,7 +43,8 @@ def shares(stage: int, replicas: int) -> tuple[float, float, float]:
 
 
 def bytes_sent(stage: int, replicas: int, size: int, micro_batches: int) -> float:
-    """Bytes that a rank sends over dp in a step for `size` bytes of parameters and as many of gradients (ring counting)."""
+    """Bytes that a rank sends over dp in a step for `size` bytes of parameters and as many of gradients (ring
+    counting)."""
     passes = {0: 2, 1: 2, 2: micro_batches + 1, 3: 3 * micro_batches}[stage]
     return passes * (replicas - 1) / replicas * size
 
@@ -48,8 +52,8 @@ def bytes_sent(stage: int, replicas: int, size: int, micro_batches: int) -> floa
 class Unit:
     """A run of the flat buffers that is gathered and reduced as one. Replica r keeps the r-th of P near-equal parts.
 
-    To an optimizer it is a pair of flat buffers: `data` and `grad` are this replica's part, and `bounds` and `decay` its
-    parameters as in FlatBuffers (a parameter may lie wholly in another replica's part: its segment is empty).
+    To an optimizer it is a pair of flat buffers: `data` and `grad` are this replica's part, and `bounds` and `decay`
+    its parameters as in FlatBuffers (a parameter may lie wholly in another replica's part: its segment is empty).
     """
 
     def __init__(self, parameters: list[Parameter], start: int, group):
@@ -95,15 +99,15 @@ class Unit:
 
 
 class Spare:
-    """Arrays that are allocated once and used again, by length."""
+    """Arrays that are allocated once, by zeros(size, dtype), and used again, by length."""
 
-    def __init__(self, dtype):
-        self.dtype, self.free = dtype, {}
+    def __init__(self, dtype, zeros):
+        self.dtype, self.zeros, self.free = dtype, zeros, {}
 
     def take(self, size: int) -> np.ndarray:
         """A flat array, contents undefined."""
         free = self.free.get(size)
-        return free.pop() if free else aligned_zeros(size, self.dtype)
+        return free.pop() if free else self.zeros(size, self.dtype)
 
     def give(self, array: np.ndarray) -> None:
         """The array may be taken again."""
@@ -113,9 +117,9 @@ class Spare:
 class Zero:
     """The parameters, gradients and optimizer states of one rank, divided over the replicas of `group`.
 
-    buffers: the rank's flat buffers, of whose memory only what the stage keeps whole is kept. chunks: for each stage of this
-    rank its blocks, in order. tied: parameters that another pipeline rank holds too. seed: None where the buffers hold the
-    values already, else the seed to draw them with.
+    buffers: the rank's flat buffers, of whose memory only what the stage keeps whole is kept. chunks: for each stage
+    of this rank its blocks, in order. tied: parameters that another pipeline rank holds too. seed: None where the
+    buffers hold the values already, else the seed to draw them with.
     """
 
     before = after = None  # nothing to do around the actions of the schedule: the blocks do it
@@ -125,19 +129,28 @@ class Zero:
         self.stage, self.buffers, self.group = stage, buffers, group
         self.units = self._cut(chunks, set(tied))
         self.unit_of = {p: unit for unit in self.units for p in unit.parameters}
-        self.spare = {what: Spare(getattr(buffers, what).dtype) for what in ("data", "grad", "master")}
         self.rounds = buffers.copy is not None      # bfloat16: gradients are sent as such, masters are part of the state
+        self.spare = {
+            "data": Spare(buffers.data.dtype, aligned_zeros),
+            "grad": Spare(buffers.grad.dtype, aligned_zeros if self.rounds else group.zeros),
+            "master": Spare(buffers.master.dtype, aligned_zeros),
+        }
+        self.common = group.common(buffers.size, buffers.data.dtype) if stage == 3 and not self.rounds else None
+        if self.common is not None:
+            self._share()
+        self.gathers = stage == 3 and self.common is None   # whether whole parameters come and go
         if self.rounds:
             self._divide("master", whole=False)
-        for what, least in (("data", 3), ("grad", 2)):
-            self._divide(what, whole=stage < least)
+        self._divide("data", whole=not self.gathers)
+        self._divide("grad", whole=stage < 2)
         if not self.rounds:
             self._let_masters_be_data()
         if seed is not None:
             self.initialise(seed)
 
     def _cut(self, chunks, tied) -> list[Unit]:
-        """Neighbours that the same blocks use form a unit (stage 1: all); a tied parameter is one, alike at both ends."""
+        """Neighbours that the same blocks use form a unit (stage 1: all); a tied parameter is one, alike at both
+        ends."""
         users: dict[Parameter, list] = {p: [] for p in self.buffers.parameters}
         if self.stage > 1:
             for stage, blocks in chunks.items():
@@ -151,6 +164,15 @@ class Zero:
                 run, start = [], units[-1].stop
             run.append(parameter)
         return units
+
+    def _share(self) -> None:
+        """The node's one copy takes the place of this rank's parameters."""
+        if self.group.here == 0:
+            self.common[:] = self.buffers.data
+        self.buffers.data = self.common
+        for unit in self.units:
+            unit.attach("data", self.common[unit.start : unit.stop])
+        self.publish()
 
     def _divide(self, what: str, *, whole: bool) -> None:
         """Keep this replica's part alone, or mark it in the whole buffer."""
@@ -184,20 +206,23 @@ class Zero:
         """The initial values of the whole model: the same bits as without ZeRO, and never more than a unit at once."""
         for unit in self.units:
             size = unit.stop - unit.start
-            whole = {"data": self.buffers.data[unit.start : unit.stop] if self.stage < 3 else self.spare["data"].take(size)}
+            whole = {"data": self.spare["data"].take(size) if self.gathers else self.buffers.data[unit.start : unit.stop]}
             if self.rounds:
                 whole["master"] = self.spare["master"].take(size)
             for what, array in whole.items():
                 unit.attach(what, array)
             for parameter in unit.parameters:
                 parameter.master = parameter.master if self.rounds else parameter.data
-                parameter.initialise(seed)
+                if self.common is None or self.group.here == 0:
+                    parameter.initialise(seed)
             if self.rounds:
                 self._keep(unit, "master", whole["master"])
-            if self.stage == 3:
+            if self.gathers:
                 self._keep(unit, "data", whole["data"])
         if not self.rounds:
             self._let_masters_be_data()
+        if self.common is not None:
+            self.group.barrier()
 
     def _keep(self, unit: Unit, what: str, whole: np.ndarray) -> None:
         getattr(unit, what)[:] = whole[unit.part]
@@ -220,8 +245,13 @@ class Zero:
         assert all(unit.users == 0 for unit in self.units), "a backward pass is not over"
 
     def publish(self) -> None:
-        """After the optimizer: every replica gets the parts that the others have updated."""
-        if self.stage < 3:
+        """After the optimizer: every replica gets the parts that the others have updated.
+
+        The optimizer may write into a common copy because no rank computes any longer: all have met to sum the norm.
+        """
+        if self.common is not None:
+            self.group.refresh(self.common, [(unit.start, unit.sizes) for unit in self.units])
+        elif self.stage < 3:
             for unit in self.units:
                 self.group.all_gather(unit.data, sizes=unit.sizes, out=self.buffers.data[unit.start : unit.stop])
 
@@ -229,20 +259,20 @@ class Zero:
 
     def fetch(self, unit: Unit) -> None:
         """The unit's whole parameters are there."""
-        if self.stage == 3 and unit.whole["data"] is None:
+        if self.gathers and unit.whole["data"] is None:
             self.prefetch(unit)
             unit.attach("data", unit.pending.wait())
             unit.pending = None
 
     def prefetch(self, unit: Unit) -> None:
         """The unit's whole parameters are on their way."""
-        if self.stage == 3 and unit.whole["data"] is None and unit.pending is None:
+        if self.gathers and unit.whole["data"] is None and unit.pending is None:
             out = self.spare["data"].take(unit.stop - unit.start)
             unit.pending = self.group.all_gather_start(unit.data, sizes=unit.sizes, out=out)
 
     def free(self, unit: Unit) -> None:
         """The unit's whole parameters are needed no longer."""
-        if self.stage == 3:
+        if self.gathers:
             self.spare["data"].give(unit.whole["data"])
             unit.attach("data", None)
 
@@ -282,7 +312,7 @@ class Zero:
         """Yield (parameter, whole "data", "master" or "grad") for each; collective over the replicas, valid until the next."""
         held, unit = [], None
         for parameter in parameters:
-            if self.stage < 3 and (what == "data" or what == "master" and not self.rounds):
+            if not self.gathers and (what == "data" or what == "master" and not self.rounds):
                 yield parameter, parameter.data
                 continue
             if self.unit_of[parameter] is not unit:
@@ -294,8 +324,9 @@ class Zero:
 class DividedBlock(Layer):
     """A block whose whole parameters (stage 3) and gradients are there only while it computes.
 
-    before, after: units that earlier, later blocks of the stage use. ahead, behind: units of the next block in forward, in
-    backward. The blocks of a stage run from the first to the last, or back, without another stage between.
+    before, after: units that earlier, later blocks of the stage use. ahead, behind: units of the next block in
+    forward, in backward. The blocks of a stage run from the first to the last, or back, without another stage
+    between.
     """
 
     def __init__(self, block, zero: Zero, units, before, after, ahead, behind):
@@ -340,7 +371,8 @@ class DividedBlock(Layer):
         return made
 
     def backward(self, saved, dy, micro, later=None):
-        """As of the block. A unit's gradient lives from its first use in this pass to its last, deferred work included."""
+        """As of the block. A unit's gradient lives from its first use in this pass to its last, deferred work
+        included."""
         zero = self.zero
         self._fetch(self.behind)
         for unit in self.units:

@@ -102,6 +102,25 @@ def stuck():
     time.sleep(60)
 
 
+def shares_memory():
+    """Every rank writes to shared memory and sums it."""
+    made = mesh()
+    x = made.world.zeros(100_000, "f4")
+    x[:] = 1
+    made.world.all_reduce(x)
+    assert (x == made.size).all()
+
+
+def killed_with_windows():
+    """One rank is killed while memory is shared."""
+    made = mesh()
+    x = made.world.zeros(100_000, "f4")
+    made.world.all_reduce(x)
+    if made.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
 def cut():
     """MPIPAR_MAX_COUNT changes no bit."""
     from mpipar.comm.mesh import Mesh
@@ -143,6 +162,8 @@ PROGRAMS = {
     "stop": stop,
     "stuck": stuck,
     "cut": cut,
+    "shares memory": shares_memory,
+    "killed with windows": killed_with_windows,
     "mesh": lambda: print(mesh()),
 }
 

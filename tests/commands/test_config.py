@@ -58,6 +58,7 @@ def test_bad_files_are_one_line(text, words, tmp_path):
 @pytest.mark.parametrize("config,words", [
     (Config(global_batch=32, dp=3), r"dp can be one of \[1, 2, 4"),
     (Config(global_batch=4, micro_batches=5), "at most 4"),
+    (Config(dtype="bfloat16", gemm="blas"), "take --gemm numba"),
     (Config(layers=0), "--layers 0 is not valid"),
     (Config(steps=-1), "--steps -1 is not valid"),
     (Config(threads=0), "--threads 0 is not valid"),

@@ -22,7 +22,8 @@ def bits(comm, shape, steps, *, deterministic=True, schedule="1f1b", micro_batch
         return None
     with Mesh(part, dp=dp, pp=pp) as mesh:
         model = GPT(layers=2, dim=16, heads=2, vocab=32, seq=8, mesh=mesh, dropout=0.1)
-        t = Trainer(model, AdamW(lr=1e-2), micro_batches=micro_batches // dp, clip=0.5, schedule=schedule, deterministic=deterministic)
+        t = Trainer(model, AdamW(lr=1e-2), micro_batches=micro_batches // dp, clip=0.5, schedule=schedule,
+                    deterministic=deterministic)
         source = RandomTokens(vocab=32, seq=8, global_batch=batch)
         results = [t.step(source.batch(k)) for k in range(1, steps + 1)]
         return [r.loss for r in results], [r.grad_norm for r in results], parameters_sha256(model)

@@ -33,9 +33,9 @@ def trainer(mesh, zero, *, micro_batches=1, optimizer=None, schedule="1f1b", **c
     return Trainer(model, optimizer or AdamW(), micro_batches=micro_batches, schedule=schedule, zero=zero)
 
 
-def differences(comm, options, zero, *, schedule="1f1b", damage=None, **shape):
+def differences(comm, options, zero, *, schedule="1f1b", damage=None, back_end="auto", **shape):
     """What `verify` compares with one rank, on rank 0; None elsewhere."""
-    with Mesh(comm, **shape) as mesh:
+    with Mesh(comm, back_end=back_end, **shape) as mesh:
         outcome = run(options, mesh, schedule, damage, zero=zero)
         if not mesh.is_root:
             return None
@@ -104,6 +104,45 @@ def test_every_stage_gives_the_numbers_of_one_rank(comm, schedule):
                 options = dataclasses.replace(OPTIONS, tied=tied, micro_batches=4)
                 found = differences(comm, options, zero, schedule=schedule, **shape)
                 assert agrees(found), (shape, schedule, tied, zero, found)
+
+
+@pytest.mark.mpi(np=4)
+@pytest.mark.parametrize("ranks_of_a_node", ["", "2", "3"])
+def test_shared_memory_gives_the_same_numbers(comm, monkeypatch, ranks_of_a_node):
+    """On one node and on several, of which the first may have more ranks than the second."""
+    monkeypatch.setenv("MPIPAR_RANKS_PER_NODE", ranks_of_a_node)
+    for shape in (dict(dp=4), dict(dp=2, tp=2), dict(dp=2, pp=2)) if ranks_of_a_node == "" else (dict(dp=4),):
+        for zero in (0, 1, 2, 3):
+            found = differences(comm, OPTIONS, zero, back_end="shm", **shape)
+            assert agrees(found), (shape, zero, found)
+
+
+@pytest.mark.mpi(np=4)
+def test_one_copy_of_the_parameters_for_a_node(comm):
+    """Nothing is gathered; 4 ranks together hold the state of one, and at most 15 % more in passing."""
+    before = proportional_bytes()
+    with Mesh(comm, back_end="shm") as mesh:
+        model = GPT(layers=12, dim=128, heads=4, vocab=64, seq=16, mesh=mesh, allocate=False).allocate(zero=3)
+        t = Trainer(model, AdamW(), zero=3)
+        for p in model.parameters:
+            assert np.shares_memory(p.data, t.model.zero.common)
+        with mesh.record() as log:
+            t.gradients.clear()
+            t.optimizer.update(lr=0.1, step=1)
+        assert log.sent("group").get("dp", 0) == 0
+        state = 16 * model.global_parameters
+        held = comm.allreduce(sum(t.optimizer.held_bytes().values()))
+        assert state <= held + 4 and held <= state
+        mesh.world.barrier()
+        together = comm.allreduce(proportional_bytes() - before)
+        assert together <= 1.15 * state + 4 * 2**20, (together, state)      # the interpreters' own noise: 1 MiB each
+        assert np.isfinite(t.step(tokens(8)).loss)
+
+
+def proportional_bytes():
+    """This process's share of the memory that it has in use (proportional set size)."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
 
 
 @pytest.mark.mpi(np=3)
