@@ -143,7 +143,7 @@ class Config:
         rows = batch // max(dp, 1)
         micro, by_hand = self.micro_batches, self.hand_written()
         if by_hand:
-            micro = self._sizes_of(by_hand)
+            micro = self._micro_batches_of(by_hand)
         elif micro is None:
             micro = 1 if self.pp == 1 else max(min(2 * self.pp, rows), 1)
         virtual = self.virtual_stages
@@ -227,7 +227,7 @@ class Config:
             raise ValueError(f"--schedule {self.schedule!r} is not valid: one of {', '.join(SCHEDULES)}, or a FILE.csv")
         return read_plan(self.schedule)
 
-    def _sizes_of(self, plan: Plan) -> int:
+    def _micro_batches_of(self, plan: Plan) -> int:
         """The micro-batches of a hand-written plan; ValueError if other options say something else than the plan."""
         micros = 1 + max(action.micro_batch for actions in plan for action in actions)
         if len(plan) != self.pp:

@@ -81,10 +81,10 @@ class Trainer:
         plan = schedule
         if isinstance(schedule, str):
             plan = build(schedule, ranks, self.micro_batches, -(-stages // ranks))
-        check(plan, stages=stages, micro_batches=self.micro_batches)
         if placement(plan) != self.model.placement:
             raise ValueError(f"the schedule has its stages on the ranks as {placement(plan)}, the model as {self.model.placement}: "
                              "build the model with the placement of the schedule")
+        check(plan, stages=stages, micro_batches=self.micro_batches)
         return plan
 
     def step(self, batch: Batch) -> StepResult:
