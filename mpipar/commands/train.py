@@ -80,6 +80,7 @@ def set_up(arguments: list[str]) -> Run:
         if config.balance == "flops":
             balance = by_flops(model, config.plan())
             model = build_model(config, mesh, balance)
+        model.check_memory(config.zero)
         if mesh.is_root and not config.quiet and is_cold():
             print("compiling the kernels: once for this machine, up to a minute", flush=True)
         if config.balance == "measured":

@@ -171,7 +171,7 @@ class Model:
         zero: the stage with which it will be trained. Under 3 the values are left to the trainer, which never makes more
         of them at once than it keeps (memory that was not yet written takes no room).
         """
-        self._check_memory(zero)
+        self.check_memory(zero)
         keep_freed_memory()
         self.mesh.divided_on_node(compile_tasks(self.dtype))
         # What the replicas exchange whole lies where they can see it; bfloat16 is rounded into messages of its own.
@@ -190,7 +190,7 @@ class Model:
                 self.chunks[stage] = Chunk(blocks, first=stage == 0, last=last, dtype=self.dtype, recompute=self.recompute)
         return self
 
-    def _check_memory(self, zero: int) -> None:
+    def check_memory(self, zero: int) -> None:
         """Refuse what can't fit: parameters, gradients and two moments of the ranks of this node in its memory."""
         if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
             return
