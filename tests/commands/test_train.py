@@ -98,7 +98,7 @@ def test_products_by_blas_give_the_same_loss(tmp_path):
     (4, ["--dp", "3", "--tp", "1"], "4"),
     (4, ["--tp", "3"], "tp"),
     (8, ["--pp", "8"], "4"),
-    (2, ["--trace", "1"], "--trace does not exist yet"),
+    (2, ["--checkpoint", "1"], "--checkpoint does not exist yet"),
     (2, ["--zero", "4"], "--zero"),
     (2, ["--layer", "1"], "--layers"),
     (2, ["--metrics", "/none/file"], "no folder"),
