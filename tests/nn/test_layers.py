@@ -75,7 +75,7 @@ def head():
 
 
 def block(dropout):
-    return TransformerBlock(0, D, 2, layers=2, dropout=dropout, seed=0, group=GROUP)
+    return TransformerBlock(0, D, 2, T, layers=2, dropout=dropout, seed=0, group=GROUP)
 
 
 LAYERS = {
@@ -91,7 +91,7 @@ LAYERS = {
     "head and cross-entropy": lambda: Loss(head()),
     "transformer block": lambda: OfBlock(block(0.0)),
     "transformer block with dropout": lambda: OfBlock(block(0.3)),
-    "head block": lambda: OfBlock(HeadBlock(Parameter("w", (7, D), Normal(1.0)), D, group=GROUP)),
+    "head block": lambda: OfBlock(HeadBlock(Parameter("w", (7, D), Normal(1.0)), D, T, group=GROUP)),
     "mlp layer, even": lambda: OfBlock(MlpLayer(2, D, group=GROUP)),
     "mlp layer, odd": lambda: OfBlock(MlpLayer(1, D, group=GROUP)),
     "mean square": lambda: OfBlock(MeanSquare(D, split=False, group=GROUP)),
