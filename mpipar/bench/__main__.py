@@ -12,7 +12,7 @@ BENCHMARKS = {
     "gemm": "our matrix product against NumPy's BLAS, PyTorch's, or itself on one thread, in one run",
     "attention": "causal attention, forward and backward, and against PyTorch's",
     "collectives": "every operation of a group over sizes, with fitted latency and bandwidth (under mpirun)",
-    "start": "seconds from mpirun to the end of the first step, with and without compiled kernels",
+    "start": "seconds of a run of one step from mpirun to its end, with and without compiled kernels",
     "ladder": "the product from plain loops to packed panels, with its roofline; the cost of narrow shards",
     "fusion": "three loops against one, and convolution with and without its patch matrix",
     "pipeline": "the bubble of every schedule, measured beside formula and simulator, with stages that sleep",

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpipar.kernels.memory import aligned_zeros
 from mpipar.kernels.optimizer import adamw, sgd
-from mpipar.nn.parameter import FlatBuffers, aligned_zeros
+from mpipar.nn.parameter import FlatBuffers
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from mpipar.kernels.elementwise import add
-from mpipar.nn.parameter import FlatBuffers, aligned_zeros, split_range
+from mpipar.kernels.memory import aligned_zeros
+from mpipar.nn.parameter import FlatBuffers, split_range
 
 
 def check_deterministic(deterministic: bool, zero: int, replicas: int) -> None:

@@ -25,8 +25,9 @@ import numpy as np
 
 from mpipar.kernels.bfloat16 import narrow, widen
 from mpipar.kernels.elementwise import add
+from mpipar.kernels.memory import aligned_zeros
 from mpipar.nn.layer import Layer
-from mpipar.nn.parameter import FlatBuffers, Parameter, aligned_zeros, split_range
+from mpipar.nn.parameter import FlatBuffers, Parameter, split_range
 
 STAGES = (0, 1, 2, 3)
 
