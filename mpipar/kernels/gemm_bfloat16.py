@@ -1,8 +1,9 @@
 """The matrix product of bfloat16: operands of 16 bits, sums in float32, results rounded once.
 
-Where the CPU multiplies bfloat16 itself, `gemm_pairs.py` does it. Elsewhere packing turns both operands into panels of float32, so the register kernel and the order of every sum are those of
-float32. A result of bfloat16 is made some rows at a time: their sums lie in float32 in memory of the thread until the
-last pass over them, which adds or activates and rounds.
+Where the CPU multiplies bfloat16 itself, `gemm_pairs.py` does it. Elsewhere packing turns both operands into panels of
+float32, so the register kernel and the order of every sum are those of float32. A result of bfloat16 is made some rows
+at a time: their sums lie in float32 in memory of the thread until the last pass over them, which adds or activates and
+rounds.
 """
 
 import threading
