@@ -1,7 +1,8 @@
 """`python -m mpipar.bench start`: seconds of a whole run of one step, from the start of the processes to their end.
 
-PyTorch's program does two steps of the same tiny model, which take milliseconds. Cold: with an empty store of compiled kernels, each run in a folder of its own. Warm: again, with the store that the
-cold run left. How many kernels the ranks compiled together is counted; the warm start must compile none.
+PyTorch's program does two steps of the same tiny model, which take milliseconds. Cold: with an empty store of compiled
+kernels, each run in a folder of its own. Warm: again, with the store that the cold run left. How many kernels the ranks
+compiled together is counted; the warm start must compile none.
 """
 
 import importlib.util
@@ -13,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from .against import torch_command
 from .report import conditions, print_conditions, spread, write_json
 
 MODEL = ("--layers", "2", "--dim", "64", "--heads", "4", "--seq", "32", "--global-batch", "8")
@@ -64,11 +66,7 @@ def _start_mpipar(ranks, store):
 
 
 def _start_torch(ranks):
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += [str(Path(__file__).with_name("torch_peer.py")), "--model", "gpt", "--steps", "1", "--skip", "0", *MODEL]
-    return _seconds(command, OMP_NUM_THREADS="1")
+    return _seconds(torch_command(ranks, "--model", "gpt", "--steps", "1", "--skip", "0", *MODEL), OMP_NUM_THREADS="1")
 
 
 def _seconds(command, **environment):
