@@ -119,7 +119,8 @@ class Config:
     bucket_mb: float | None = None
     """With overlap: million bytes of gradients that are sent at once, rounded up to whole blocks [default: 4]."""
     compress: Literal["bfloat16"] | None = None
-    """Round float32 gradients for the messages between replicas, which then have half the bytes; sums are float32."""
+    """Round float32 gradients for the messages between replicas, which then have half the bytes; sums are float32.
+    With --zero too (parameters stay whole)."""
     deterministic: bool = False
     """Sum in an order that doesn't depend on dp: dp 1, 2, 4, ... with the same dp x --micro-batches give the same bits."""
     gemm: Literal["numba", "blas"] = "numba"

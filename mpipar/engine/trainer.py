@@ -78,14 +78,14 @@ class Trainer:
         check_overlap(overlap, bucket_mb, compress, zero=zero, deterministic=deterministic, dtype=model.dtype,
                       back_end=mesh.back_end)
         self.deterministic = deterministic
-        divide(model, zero)
-        self.optimizer = Optimizer(optimizer, model)
-        self.room = None  # for overlap, where it was looked at
+        messages = model.dtype if compress is None else as_dtype(compress)
         if compress is not None:
             mesh.divided_on_node([bfloat16.warm])
+        divide(model, zero, messages)
+        self.optimizer = Optimizer(optimizer, model)
+        self.room = None  # for overlap, where it was looked at
         self.gradients = Gradients(
-            model, micro_batches=micro_batches, deterministic=deterministic,
-            dtype=model.dtype if compress is None else as_dtype(compress),
+            model, micro_batches=micro_batches, deterministic=deterministic, dtype=messages,
             overlap=None if zero or deterministic else self._overlap(overlap, bucket_mb),
         )
         self.steps_done = 0

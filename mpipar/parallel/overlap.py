@@ -64,8 +64,8 @@ def check_overlap(overlap: bool | None, bucket_mb: float | None, compress: str |
         return
     if compress not in COMPRESSED:
         raise ValueError(f"compress={compress!r} is not valid: one of {', '.join(COMPRESSED)}, or leave it out")
-    if other:
-        raise ValueError(f"compress={compress} rounds what all-reduces send, and with {other} there are none: leave one of the two out")
+    if deterministic:
+        raise ValueError(f"compress={compress} rounds sums that deterministic sums keep exact: leave one of the two out")
     if as_dtype(dtype) != np.float32:
         why = "gradients are sent in 16 bits already" if is_bfloat16(as_dtype(dtype)) else "it would lose most of what float64 is for"
         raise ValueError(f"compress={compress} is for float32, not {as_dtype(dtype).name} ({why}): leave it out")
