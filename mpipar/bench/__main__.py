@@ -17,7 +17,7 @@ BENCHMARKS = {
     "fusion": "three loops against one, and convolution with and without its patch matrix",
     "pipeline": "the bubble of every schedule, measured beside formula and simulator, with stages that sleep",
     "overlap": "how much of the gradients' messages is hidden behind backward (takes the options of mpipar.train too)",
-    "train": "the step of a model in a layout, part by part, and against PyTorch (takes the options of mpipar.train too)",
+    "train": "the step of a model in a layout, part by part, and against PyTorch or one rank (takes the options of mpipar.train too)",
 }
 
 
@@ -43,7 +43,8 @@ def main(arguments=None) -> int:
     try:
         parsed.run(parsed)
     except ValueError as error:
-        parser.exit(2, f"mpipar: error: {error}\n")
+        with guard.checking():  # one line and exit code 2, whichever ranks noticed
+            raise error
     return 0
 
 
