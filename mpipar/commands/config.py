@@ -241,7 +241,7 @@ class Config:
         """The micro-batches of a hand-written plan; ValueError if other options say something else than the plan."""
         micros = 1 + max(action.micro_batch for actions in plan for action in actions)
         if len(plan) != self.pp:
-            raise ValueError(f"--schedule {self.schedule!r} has {len(plan)} lines, one a rank: "
+            raise ValueError(f"--schedule {self.schedule!r} has {len(plan)} line{'s' * (len(plan) > 1)}, one a rank: "
                              f"it needs --pp {len(plan)}, not {self.pp}")
         if self.micro_batches not in (None, micros):
             raise ValueError(f"--schedule {self.schedule!r} has {micros} micro-batches, not {self.micro_batches}: "

@@ -109,9 +109,12 @@ class Outcome:
     weights: dict[str, np.ndarray]
 
 
-def run(options: Options, mesh: Mesh, schedule: str, damage=None, *, zero: int = 0) -> Outcome:
-    """Train on a mesh with a stage of ZeRO; `damage` may switch something off in the trainer first."""
-    plan = build(schedule, mesh.pp.size, options.micro_batches, 2 if schedule in SEVERAL_CHUNKS else 1)
+def run(options: Options, mesh: Mesh, schedule: str, damage=None, *, zero: int = 0, chunks: int | None = None) -> Outcome:
+    """Train on a mesh with a stage of ZeRO; `damage` may switch something off in the trainer first.
+
+    chunks: stages on each pipeline rank, by default as few as the schedule takes.
+    """
+    plan = build(schedule, mesh.pp.size, options.micro_batches, chunks or (2 if schedule in SEVERAL_CHUNKS else 1))
     model = GPT(
         layers=options.layers, dim=32, heads=4, seq=16, vocab=options.vocab, mesh=mesh, tied=options.tied,
         dropout=options.dropout, dtype=options.dtype, placement=placement(plan),
