@@ -58,7 +58,8 @@ class Linear(Layer):
         """dW += x^T dy,  db += sum over rows of dy; left to `later` if that is a list."""
         def work():
             sums = None if self.bias is None else self.bias.grad.reshape(-1)
-            gemm(rows(x).T, rows(dy), matrix(self.weight.grad), accumulate=True, column_sums=sums)
+            gradient, adds = self.weight.claim_gradient()
+            gemm(rows(x).T, rows(dy), matrix(gradient), accumulate=adds, column_sums=sums)
 
         run_or_defer(work, later)
 

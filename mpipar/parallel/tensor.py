@@ -184,7 +184,8 @@ class VocabParallelHead(Layer):
         cross_entropy_backward(logits, maximum, sum_exp, targets, self.first, scale, logits)
 
         def weight_gradient():
-            gemm(logits.T, rows(x), self.weight.grad, accumulate=True)
+            gradient, adds = self.weight.claim_gradient()
+            gemm(logits.T, rows(x), gradient, accumulate=adds)
 
         run_or_defer(weight_gradient, later)
         dx = np.empty_like(x)
