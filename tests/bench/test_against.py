@@ -82,6 +82,7 @@ def test_another_computation_is_noticed(capsys):
     ("torch", 2, ("--pp", "4"), ["are 4 ranks: --ranks 2 is not"]),
     ("torch-compile", 2, ("--tp", "2"), ["data parallelism alone"]),
     ("one-rank", 1, (), ["at least 2"]),
+    ("one-rank", 2, ("--pp", "2", "--stage-delay", "5"), ["leave --stage-delay out"]),
 ])
 def test_what_has_no_peer_is_refused(capsys, against, ranks, options, words):
     with pytest.raises(SystemExit) as end:
