@@ -66,6 +66,8 @@ class Options:
     """float64: layouts differ by rounding alone, so any mistake shows. bfloat16: that its rounded messages change little."""
     comm: Literal["auto", "mpi", "shm"] = "auto"
     """How ranks of one node exchange gradients and parameters."""
+    overlap: bool = False
+    """Sum the replicas' gradients during backward where that is possible (stage 0 of ZeRO)."""
     break_: Annotated[str | None, tyro.conf.arg(name="break", metavar="WHAT")] = None
     """Switch a piece off in the parallel runs; a wrong name lists the right ones. Exit code 1 says that it was noticed."""
     json: str | None = None
@@ -119,7 +121,7 @@ def run(options: Options, mesh: Mesh, schedule: str, damage=None, *, zero: int =
     )
     trainer = Trainer(
         model, AdamW(), schedule=plan, micro_batches=options.micro_batches, clip=options.clip,
-        learning_rate=Cosine(1e-2, 4, options.steps), zero=zero,
+        learning_rate=Cosine(1e-2, 4, options.steps), zero=zero, overlap=options.overlap and not zero,
     )
     if damage is not None:
         damage(trainer)
