@@ -18,7 +18,7 @@ import numpy as np
 
 from mpipar.comm.collectives import Plan
 from mpipar.comm.fingerprint import Call, MismatchError, Record, compare, compare_pair, record
-from mpipar.comm.traced import TracedGroup, TracedPending, process
+from mpipar.comm.traced import TracedGroup, TracedPending, open_groups, process
 from mpipar.comm.waits import WAITING
 
 _OFFER, _ANSWER = 1, 2              # tags: the fingerprint of a send; what the receiver says of it
@@ -27,15 +27,14 @@ _SHORTEST, _LONGEST = 2e-5, 1e-3    # seconds of these sleeps
 _DRAIN = 1.0                        # seconds in which an answer that was sent arrives
 
 _lock = threading.RLock()           # one thread at a time moves the operations on
-_inspectors = {}                    # of all open groups, by the group's key
-
 
 def progress():
     """Move all operations of this process on; MismatchError where the ranks do not agree on one of them."""
     if _lock.acquire(blocking=False):
         try:
-            for inspector in list(_inspectors.values()):
-                inspector.advance()
+            for group in list(open_groups.values()):
+                if group.inspector is not None:
+                    group.inspector.advance()
         finally:
             _lock.release()
 
@@ -55,8 +54,13 @@ def until(done, pending=None, pause=_LONGEST):
 def unreceived():
     """What was sent by this process and received by nobody, as a text; "" for nothing. When all ranks have come to
     their end."""
-    with _lock:
-        return "\n".join(filter(None, [inspector.unreceived() for inspector in _inspectors.values()]))
+    progress()
+    return "\n".join(filter(None, map(_unreceived, list(open_groups.values()))))
+
+
+def _unreceived(group):
+    lines = [f"  rank {group.members[group.rank]}: {words}" for words in group.unreceived()]
+    return "\n".join([f"group {group.name}: a message was sent and never received:", *lines]) if lines else ""
 
 
 class CheckedPending(TracedPending):
@@ -98,9 +102,8 @@ class CheckedPending(TracedPending):
     @property
     def arrived(self):
         """Whether the others have done their part: the ranks agree; of a send, the message was received."""
-        inspector = _inspectors.get(self.group.key)
         if self.plan.operation == "send":
-            return inspector is None or (self.plan.peer, self.serial) not in inspector.sent
+            return (self.plan.peer, self.serial) not in self.group.inspector.sent
         return self.ready
 
     def begin(self):
@@ -124,11 +127,16 @@ WAITING.add(CheckedPending.wait.__code__)
 class CheckedGroup(TracedGroup):
     """A Group whose ranks compare their calls."""
 
+    inspector = None
+
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         if self.size > 1:
-            self._inspector = Inspector(self)
-            _inspectors[self.key] = self._inspector
+            self.inspector = Inspector(self)
+
+    def unreceived(self):
+        """Sends of this rank that nobody has received, in words."""
+        return [] if self.inspector is None else list(self.inspector.sent.values())
 
     def zeros(self, size, dtype):
         if self.size > 1:
@@ -141,15 +149,14 @@ class CheckedGroup(TracedGroup):
         return super().common(size, dtype)
 
     def close(self):
-        if self.comm is not None and self.key in _inspectors:
+        if self.inspector is not None:
             self._agree("close")
-            inspector, end = self._inspector, time.monotonic() + _DRAIN
+            inspector, end = self.inspector, time.monotonic() + _DRAIN
             until(lambda: not inspector.sent or time.monotonic() > end)
-            text = inspector.unreceived()
-            del _inspectors[self.key]
-            inspector.close()
-            if text:
+            if text := _unreceived(self):
                 raise MismatchError(text)
+            self.inspector = None
+            inspector.close()
         super().close()
 
     def _run(self, plan):
@@ -186,7 +193,7 @@ class CheckedGroup(TracedGroup):
             self._calls[0] = plan.number = self._calls[0] + 1
         pending = CheckedPending(self, plan, blocking=blocking)
         with _lock:
-            self._inspector.add(pending)
+            self.inspector.add(pending)
         progress()
         return pending
 
@@ -207,7 +214,7 @@ class Inspector:
         if plan.operation == "send":
             self._serial += 1
             pending.serial = self._serial
-            self.sent[plan.peer, self._serial] = str(plan.call)
+            self.sent[plan.peer, self._serial] = f"{plan.call}; not received by rank {self.group.members[plan.peer]}"
             self._send(record(plan.call, serial=self._serial, tag=_tag(plan)), plan.peer, _OFFER)
             pending.begin()
         elif plan.operation == "recv":
@@ -229,14 +236,6 @@ class Inspector:
             pending.begin()
         self._messages()
         self._leaving = [(request, data) for request, data in self._leaving if not request.Test()]
-
-    def unreceived(self):
-        """The sends that nobody has received, as a text."""
-        self.advance()
-        group = self.group
-        lines = [f"  rank {group.members[group.rank]}: {words}; not received by rank {group.members[to]}"
-                 for (to, _), words in self.sent.items()]
-        return "\n".join([f"group {group.name}: a message was sent and never received:", *lines]) if lines else ""
 
     def close(self):
         """Free the communicator; all ranks of the group together."""

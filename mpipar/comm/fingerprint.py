@@ -58,10 +58,10 @@ class Call:
         self._words = ", ".join(words)
 
 
-def site():
-    """file:line of the first caller outside of this folder; the file as seen from the working directory or from the
-    folder that holds mpipar."""
-    frame = sys._getframe(1)
+def site(frame=None):
+    """file:line of the first caller (of a frame) outside of this folder; the file as seen from the working directory or
+    from the folder that holds mpipar."""
+    frame = sys._getframe(1) if frame is None else frame
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
     path = os.path.abspath(frame.f_code.co_filename)

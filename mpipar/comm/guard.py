@@ -180,7 +180,7 @@ def end_job(code, text):
             if not _guard.lock.acquire(blocking=False):
                 time.sleep(3600)        # another thread of this rank is at it
             if _guard.history is not None:
-                text += _keep_history(text)
+                text = text.rstrip() + _keep_history(text)
             _only_the_lowest(code)
             sys.stderr.write("".join(f"[rank {notices.rank}] {line}\n" for line in text.splitlines()))
         sys.stderr.flush()
@@ -229,7 +229,11 @@ def _report(error):
         _refuse(str(error), everywhere=True)
     if isinstance(error, KeyboardInterrupt):
         end_job(130, "KeyboardInterrupt")
-    end_job(1, "".join(traceback.format_exception(type(error), error, error.__traceback__)))
+    told = traceback.TracebackException(type(error), error, error.__traceback__)
+    if type(error).__module__ == "mpipar.comm.fingerprint":         # of a mismatch: where the program called
+        outside = [frame for frame in told.stack if not frame.filename.startswith(os.path.dirname(__file__))]
+        told.stack = traceback.StackSummary.from_list(outside)
+    end_job(1, "".join(told.format()))
 
 
 def _refuse(text, *, everywhere):
@@ -275,16 +279,24 @@ def _leave(code):
         _guard.watchdog.over = True
     if not notices.wait(_guard.members, GRACE if code else None):
         end_job(code, f"exit code {code}")
-    if _guard.history is not None and code == 0:
-        _check_messages()
-        _guard.history.remove()
+    if _guard.history is not None:
+        _end_history(code)
     _close()
 
 
-def _check_messages():
-    """All ranks have come to their end: what was sent was received, where the ranks check their calls."""
-    if "mpipar.comm.checked" not in sys.modules:
+def _end_history(code):
+    """All ranks have come to their end, or one has failed: the file of the last operations stays only if all is well."""
+    from mpipar.comm.notices import FAILED
+    if code or any(notice.kind == FAILED or notice.code for notice in _guard.notices.received.values()):
+        _guard.watchdog.save()
         return
+    if "mpipar.comm.checked" in sys.modules:
+        _check_messages()
+    _guard.history.remove()
+
+
+def _check_messages():
+    """Where the ranks check their calls: what was sent was received."""
     from mpipar.comm import checked
     end, text = time.monotonic() + 0.5, checked.unreceived()
     while text and time.monotonic() < end:      # an answer may be on its way

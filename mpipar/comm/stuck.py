@@ -2,7 +2,8 @@
 
 The state of a rank is a dict: `waits`, a list of {"words", "group", "key", "number", "peer", "members", "arrived", "main",
 "token", "looks", "seconds"}; `calls`, how many collective calls it has made in each group, by the group's key (a string);
-`last`, lines of its history; `stacks`, a text. `waits` is empty for a rank that computes.
+`last`, lines of its history; `unreceived`, its sends that nobody has received, in words; `stacks`, a text; `over`: it has
+come to its end. `waits` is empty for a rank that computes.
 """
 
 
@@ -48,6 +49,7 @@ def report(title, states, ranks):
     lines = [title]
     for rank in ranks:
         lines += [f"  rank {rank} {text}" for text in _doings(rank, states)]
+        lines += [f"  rank {rank} has sent {words}" for words in states.get(rank, {}).get("unreceived", ())]
     for rank in ranks:
         if rank in states:
             lines += [f"rank {rank}, last operations:", *(f"  {line}" for line in states[rank]["last"] or ["none"])]
@@ -62,10 +64,10 @@ def _doings(rank, states):
     state, texts = states[rank], []
     for wait in state["waits"]:
         whom = needs(wait, rank, states)
-        text = f"waits {wait['seconds']:.1f} s in {wait['words']}, group {wait['group']}"
-        if wait["peer"] is None:
+        text = f"waits {wait['seconds']:.1f} s in {wait['words']}"
+        if len(wait["members"]) > 1:
+            text += f", group {wait['group']}"
+        if wait["number"]:
             text += f", call {wait['number']}"
         texts.append(text + (f", for rank {', '.join(map(str, whom))}" if whom else ""))
-    if state["over"]:
-        return texts or ["has come to its end"]
-    return texts or ["waits for no operation" + ("" if state["stacks"] else " and has no stack")]
+    return texts or ["has come to its end" if state["over"] else "waits for no operation"]

@@ -15,6 +15,7 @@ _COLLECTIVES = ("barrier", "broadcast", "reduce", "all_reduce", "all_gather", "r
                 "all_to_all", "all_to_all_v")
 OPERATIONS = [*(name + end for name in (*_COLLECTIVES, "send", "recv") for end in ("", "_start")), "refresh"]
 
+open_groups = {}                        # of this process, by key
 _current = threading.local()            # .call: the Call that this thread is about to make a plan for
 
 
@@ -55,6 +56,19 @@ class TracedGroup(Group):
     """A Group whose calls are noted in the history."""
 
     pending_class = TracedPending
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        if self.size > 1:
+            open_groups[self.key] = self
+
+    def close(self):
+        super().close()
+        open_groups.pop(self.key, None)
+
+    def unreceived(self):
+        """Sends of this rank that, as far as it knows, nobody has received, in words; a plain group knows nothing."""
+        return []
 
     def note(self, plan):
         """The Call that led to a plan, noted as begun."""

@@ -7,16 +7,18 @@ that does not fit the receive, can never go on, whatever the timeout is (stuck.p
 """
 import json
 import time
+from itertools import chain, islice
 
 from mpipar.comm import stuck
 from mpipar.comm.group import call_counts
 from mpipar.comm.notices import FAILED
+from mpipar.comm.traced import open_groups
 from mpipar.comm.waits import stacks, waits
 
 LOOK = 0.1              # seconds between two looks
 _SUSPICIOUS = 0.8       # seconds of a wait after which the ranks are asked whether they wait for one another
 _ANSWER = 2.0           # seconds in which a rank answers
-_SOON, _LATER = 0.3, 5.0    # seconds between two rounds, the first and at most
+_SOON, _LATER = 0.3, 1.0    # seconds between two rounds, the first and at most
 _LINES = 8              # last operations of a rank in the report
 
 
@@ -33,7 +35,7 @@ class Watchdog:
 
     def step(self):
         """Look, ask, answer; ends the job where it is stuck."""
-        now, found = time.monotonic(), waits(self._history)
+        now, found = time.monotonic(), [] if self.over else waits(self._history)
         self._since = {wait.identity: self._since.get(wait.identity, now) for wait in found}
         oldest = max((now - since for since in self._since.values()), default=0.0)
         self._answer(found, now)
@@ -94,4 +96,5 @@ class Watchdog:
                 "arrived": getattr(pending, "arrived", False), "looks": getattr(pending, "looks", 0),
                 "token": plan.call.line if plan.call is not None else 0})
         calls = {str(key): count for key, (count,) in list(call_counts.items())}
-        return {"waits": told, "calls": calls, "last": self._history.last(_LINES), "stacks": stacks(), "over": self.over}
+        return {"waits": told, "calls": calls, "last": self._history.last(_LINES), "stacks": stacks(), "over": self.over,
+                "unreceived": list(islice(chain(*(group.unreceived() for group in list(open_groups.values()))), _LINES))}
