@@ -1,6 +1,6 @@
 """`python -m mpipar.bench gemm`: our product and another one, alternated in one run.
 
-The other: NumPy's BLAS; PyTorch's product (MKL, where the package is built with it); our own product on one thread; or,
+The other: NumPy's BLAS; PyTorch's product (MKL, where the package is built with it); our own product on one thread;
 for the product with bias and GeLU, BLAS followed by our GeLU kernel.
 """
 
@@ -15,9 +15,11 @@ import time
 import numpy as np
 import threadpoolctl
 
+from ..kernels.dtypes import as_dtype, is_bfloat16, sums_dtype
 from ..kernels.elementwise import add_bias
 from ..kernels.gelu import gelu_forward
 from ..kernels.gemm import gemm
+from ..kernels.gemm_bfloat16 import unit
 from ..kernels.host import host
 from ..kernels.settings import settings
 from ..kernels.threads import limit_threads
@@ -26,11 +28,12 @@ from .roofline import Peak
 SHAPES = "64x256x512,128x1024x1024,512x512x2048,1024x1024x1024,2048x2048x2048"
 MORE_SHAPES = SHAPES + ",16x1024x4096,32x384x1536,2048x384x1536,2048x1536x384,77x130x201"
 FORMS = ("nn", "nt", "tn", "tt")
-TOLERANCE = {"float32": 1e-5, "float64": 1e-12}  # of the largest sum of absolute values
+TOLERANCE = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2e-3}  # of the largest sum of absolute values
 AGAINST = {
     "blas": "NumPy's BLAS",
     "torch": "torch.mm",
     "one-thread": "ours on one thread",
+    "float32": "ours of float32 (with --dtype bfloat16)",
     "gelu": "BLAS, then bias + GeLU; ours does both in the product",
 }
 REPEAT_FLOPS, REPEAT_MOST = 2e8, 500  # a measurement repeats a small product so far
@@ -59,16 +62,22 @@ def run(arguments):
         raise ValueError("--against torch needs PyTorch: pip install torch")
     if arguments.against == "one-thread" and arguments.threads < 2:
         raise ValueError(f"--against one-thread with --threads {arguments.threads}; valid values: integers from 2")
+    if (arguments.dtype == "bfloat16") != (arguments.against == "float32"):
+        raise ValueError(f"--dtype {arguments.dtype} --against {arguments.against}; valid: bfloat16 against float32, other types "
+                         "against the others")
     shapes = _shapes(arguments.shapes)
     limit_threads(arguments.threads)
-    dtype = np.dtype(arguments.dtype)
-    peak = Peak(dtype)
+    dtype = as_dtype(arguments.dtype)
+    peak = Peak(sums_dtype(dtype))
     report = {"hardware": host().describe(), "load_average": os.getloadavg()[0], "numpy": np.__version__,
               "python": platform.python_version(), "blas": _blas_name(), "against": arguments.against, "dtype": dtype.name,
               "threads": settings.threads, "runs": arguments.runs, "results": []}
     print(report["hardware"])
     print(f"against {AGAINST[arguments.against]}; {report['blas']}, NumPy {report['numpy']}, {dtype.name}, {settings.threads} thread(s), "
           f"{arguments.runs} alternated runs a shape, load average {report['load_average']:.1f}")
+    if is_bfloat16(dtype):
+        report["bfloat16"] = unit()
+        print(f"bfloat16 by {report['bfloat16']}; peak: of float32")
     print(f"{'m x k x n':>18} form     ours    other    peak GFLOP/s   ratio        spread")
     for form in FORMS if arguments.form == "all" else (arguments.form,):
         for shape in shapes:
@@ -97,8 +106,9 @@ def _compare(m, k, n, form, dtype, arguments, peak):
     products, results = _products(arguments.against, a, b)
     for product in products:
         product()
+    a, b, *results = (np.asarray(x, sums_dtype(dtype)) for x in (a, b, *results))
     scale = max(np.max(np.abs(a) @ np.abs(b)), 1e-300)
-    error = float(np.max(np.abs(np.asarray(results[0]) - np.asarray(results[1]))) / scale)
+    error = float(np.max(np.abs(results[0] - results[1])) / scale)
     if not error <= TOLERANCE[dtype.name]:
         raise AssertionError(f"{m} x {k} x {n} {form}: the products differ by {error:.1e} of their scale")
     runs = arguments.runs
@@ -135,6 +145,9 @@ def _products(against, a, b):
         torch.set_num_threads(settings.threads)
         x, y, out = (torch.from_numpy(array) for array in (a, b, theirs))
         return (plain, lambda: torch.mm(x, y, out=out)), (ours, theirs)
+    if against == "float32":
+        wide_a, wide_b, theirs = (x.astype(np.float32) for x in (a, b, theirs))
+        return (plain, lambda: gemm(wide_a, wide_b, theirs)), (ours, theirs)
     if against == "one-thread":
         def alone():
             with _threads(1):

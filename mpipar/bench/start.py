@@ -1,7 +1,8 @@
 """`python -m mpipar.bench start`: seconds of a whole run of one step, from the start of the processes to their end.
 
-PyTorch's program does two steps of the same tiny model, which take milliseconds. Cold: with an empty store of compiled kernels, each run in a folder of its own. Warm: again, with the store that the
-cold run left. How many kernels the ranks compiled together is counted; the warm start must compile none.
+PyTorch's program does two steps of the same tiny model, which take milliseconds. Cold: with an empty store of compiled
+kernels, each run in a folder of its own. Warm: again, with the store that the cold run left. How many kernels the ranks
+compiled together is counted; the warm start must compile none.
 """
 
 import importlib.util

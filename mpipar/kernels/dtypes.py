@@ -33,7 +33,12 @@ def bfloat16() -> np.dtype:
 
 def is_bfloat16(dtype: np.dtype) -> bool:
     """Whether a dtype is bfloat16; costs nothing for the types of NumPy's own."""
-    return dtype.kind == "V" and dtype.name == "bfloat16"
+    if dtype.kind != "V":
+        return False
+    known = _is_bfloat16.get(dtype.num)  # the name of a dtype is made anew whenever it is asked for
+    if known is None:
+        known = _is_bfloat16[dtype.num] = dtype.name == "bfloat16"
+    return known
 
 
 def sums_dtype(dtype) -> np.dtype:
@@ -46,3 +51,6 @@ def sums_dtype(dtype) -> np.dtype:
 def bits(x: np.ndarray) -> np.ndarray:
     """An array as compiled code takes it: bfloat16 as uint16, any other as it is. A view."""
     return x.view(np.uint16) if is_bfloat16(x.dtype) else x
+
+
+_is_bfloat16 = {}  # by the number that NumPy gave a type

@@ -1,20 +1,24 @@
 """The matrix product of bfloat16: operands of 16 bits, sums in float32, results rounded once.
 
-Packing turns both operands into panels of float32, so the register kernel and the order of every sum are those of
-float32. A result of bfloat16 is made some rows at a time: their sums lie in float32 in memory of the thread until the
-last pass over them, which adds or activates and rounds.
+Where the CPU multiplies bfloat16 itself, `gemm_pairs.py` does it. Elsewhere packing turns both operands into panels of
+float32, so the register kernel and the order of every sum are those of float32. A result of bfloat16 is made some rows
+at a time: their sums lie in float32 in memory of the thread until the last pass over them, which adds or activates and
+rounds.
 """
 
 import threading
 
 import numpy as np
 
+from . import gemm_pairs
 from .bfloat16 import rounded, widened
 from .cache import jit
 from .dtypes import bits, is_bfloat16
 from .gelu import erf_value
 from .gemm_finish import ADD, GELU, NOTHING
 from .gemm_plan import SMALL, flat, plan_of, split
+from .host import host
+from .pairs import units
 from .polynomials import VECTOR_FLAGS
 from .settings import settings
 from .threads import parallel_for
@@ -36,15 +40,37 @@ def gemm_bfloat16(a, b, out, accumulate, bias, residual, gelu):
     m, n = out.shape
     if not m or not n:
         return out
-    plan = plan_of(a.dtype)
-    operands = bits(a), bits(b), bits(out), plan.no_bias if bias is None else bits(bias)
+    operands = bits(a), bits(b), bits(out), _NO_BIAS if bias is None else bits(bias)
     finish = NOTHING, None
     if residual is not None or gelu is not None:
         finish = (ADD, bits(residual)) if gelu is None else (GELU, bits(gelu))
-    run = _whole if out.dtype == np.float32 else _by_parts
-    threads = 1 if m * a.shape[1] * n < SMALL else settings.threads
-    parallel_for(run, [(plan, *task) for task in split(*operands, accumulate, finish, 0, threads)])
+    how = unit()
+    if how == "convert" or not a.shape[1]:
+        how = plan_of(a.dtype)
+        run = _whole if out.dtype == np.float32 else _by_parts
+    else:
+        run = _on_unit
+    if settings.threads == 1 or m * a.shape[1] * n < SMALL:
+        run(how, *operands, accumulate, finish, 0)
+    else:
+        parallel_for(run, [(how, *task) for task in split(*operands, accumulate, finish, 0, settings.threads)])
     return out
+
+
+def unit():
+    """How bfloat16 is multiplied: a unit of this CPU, or "convert". ValueError for a unit that it doesn't have."""
+    name = settings.bfloat16
+    if name == "auto":
+        # AVX512's dot products reach twice the speed of float32 on AMD's CPUs (by their tables), but half of it where they
+        # were measured on Intel's.
+        return next((u for u in units() if u == "amx" or host().cpu.startswith("znver")), "convert")
+    if name != "convert" and name not in units():
+        raise ValueError(f"settings.bfloat16 is {name!r}; valid on this CPU: {', '.join(('auto', *units(), 'convert'))}")
+    return name
+
+
+def _on_unit(name, a, b, out, bias, accumulate, finish, thin):
+    gemm_pairs.run(name, a, b, out, bias, accumulate, finish)
 
 
 def _whole(plan, a, b, out, bias, accumulate, finish, thin):
@@ -126,4 +152,4 @@ def _check(a, b, out, accumulate, bias, residual, gelu):
 
 
 _local = threading.local()
-_NONE = np.empty(0, np.float32)
+_NONE, _NO_BIAS = np.empty(0, np.float32), np.empty(0, np.uint16)

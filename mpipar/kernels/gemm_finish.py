@@ -7,6 +7,7 @@ from .vector import stand_alone
 from .wide import wide_vectors
 
 NOTHING, GELU, ADD = 0, 1, 2
+SUMS = 3  # results stay sums of float32 where operands are bfloat16
 
 
 @jit(fastmath=VECTOR_FLAGS)

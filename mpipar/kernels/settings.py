@@ -1,8 +1,9 @@
-"""The two choices that hold for the whole process: which GEMM, and how many threads."""
+"""The choices that hold for the whole process: which GEMM, how bfloat16 is multiplied, and how many threads."""
 
 import os
 
 GEMMS = ("numba", "blas")
+BFLOAT16 = ("auto", "amx", "avx512", "convert")
 
 
 def available_cores() -> int:
@@ -15,12 +16,14 @@ def available_cores() -> int:
 class Settings:
     """Process-wide state of the kernels; there is one object, `settings`.
 
-    gemm: "numba" (our blocked product) or "blas" (numpy.matmul). threads: how many Python threads
+    gemm: "numba" (our blocked product) or "blas" (numpy.matmul). bfloat16: "amx" or "avx512", instructions for it that
+    not every CPU has, "convert" (panels of float32), or "auto", the first of them that this CPU has. threads: how many Python threads
     `parallel_for` uses. Assigning a value that does not fit raises ValueError.
     """
 
     def __init__(self):
         self._gemm = "numba"
+        self._bfloat16 = "auto"
         self._threads = available_cores()
 
     @property
@@ -32,6 +35,16 @@ class Settings:
         if name not in GEMMS:
             raise ValueError(f"gemm is {name!r}; valid values: {', '.join(GEMMS)}")
         self._gemm = name
+
+    @property
+    def bfloat16(self) -> str:
+        return self._bfloat16
+
+    @bfloat16.setter
+    def bfloat16(self, name: str):
+        if name not in BFLOAT16:
+            raise ValueError(f"bfloat16 is {name!r}; valid values: {', '.join(BFLOAT16)}")
+        self._bfloat16 = name
 
     @property
     def threads(self) -> int:

@@ -103,7 +103,7 @@ def number_of(context, zero):
 def load(context, zero, where):
     """The number at an address."""
     def generate(ctx, builder, signature, arguments):
-        return _Code(builder, zero).load_element(arguments[1])
+        return Code(builder, zero).load_element(arguments[1])
     return _number(zero)(zero, types.int64), generate
 
 
@@ -111,7 +111,7 @@ def load(context, zero, where):
 def store(context, value, where):
     """Writes an element (its type is that of the value) to an address."""
     def generate(ctx, builder, signature, arguments):
-        code = _Code(builder, value)
+        code = Code(builder, value)
         builder.store(arguments[0], code.pointer(arguments[1], code.element))
         return ctx.get_dummy_value()
     return types.void(value, types.int64), generate
@@ -122,7 +122,7 @@ def copy_lanes(context, zero, source, target, count):
     """Copies `count` (at most a vector) elements from address to address; a whole vector of numbers is written at
     the target."""
     def generate(ctx, builder, signature, arguments):
-        code = _Code(builder, zero)
+        code = Code(builder, zero)
         _, source, target, count = arguments
         code.store(code.masked_source(source, code.mask(count)), target)
         return ctx.get_dummy_value()
@@ -133,7 +133,7 @@ def copy_lanes(context, zero, source, target, count):
 def copy_vector(context, zero, source, target):
     """Copies a whole vector from address to address, as numbers."""
     def generate(ctx, builder, signature, arguments):
-        code = _Code(builder, zero)
+        code = Code(builder, zero)
         code.store(code.source(arguments[1]), arguments[2])
         return ctx.get_dummy_value()
     return types.void(zero, types.int64, types.int64), generate
@@ -147,7 +147,7 @@ def transpose_lanes(context, zero, source, source_step, lines, target, target_st
     Only the first `lines` (>= 1) source vectors are read; the others repeat the last of them.
     """
     def generate(ctx, builder, signature, arguments):
-        code = _Code(builder, zero)
+        code = Code(builder, zero)
         _, source, source_step, lines, target, target_step = arguments
         last = builder.sub(lines, code.integer(1))
         vectors = []
@@ -177,7 +177,7 @@ def _tile_ahead(context, zero, a, b, b_step, c, c_step, k, rows, columns, start,
 
 def _generate_tiles(ctx, builder, signature, arguments):
     # One loop over k for each number of rows and vectors, chosen by a switch.
-    code = _Code(builder, signature.args[0])
+    code = Code(builder, signature.args[0])
     _, a, b, b_step, c, c_step, k, rows, columns, start, accumulate, *ahead = arguments
     done = builder.append_basic_block("tile_done")
     wide = builder.icmp_signed(">", columns, code.integer(code.width))
@@ -282,7 +282,7 @@ def _write_tile(code, results, c, c_step, columns, accumulate):
     builder.position_at_end(end)
 
 
-class _Code:
+class Code:
     """Emits vector instructions for one element type at the builder's present place. Addresses are 64-bit
     integers."""
 

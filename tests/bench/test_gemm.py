@@ -8,6 +8,7 @@ import threadpoolctl
 
 from mpipar.bench import gemm
 from mpipar.bench.__main__ import main
+from mpipar.kernels.gemm_bfloat16 import unit
 from mpipar.kernels.settings import settings
 
 SMALL = ["gemm", "--shapes", "16x24x40", "--runs", "2"]
@@ -31,6 +32,15 @@ def test_table_and_file(tmp_path, capsys, against):
     for row in report["results"]:
         assert row["error"] <= 1e-5 and len(row["seconds"]) == 2 and row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
     assert settings.threads == 2
+
+
+def test_bfloat16_against_float32(capsys):
+    assert main([*SMALL, "--dtype", "bfloat16", "--against", "float32"]) == 0
+    assert f"bfloat16 by {unit()}" in capsys.readouterr().out
+    for wrong in (["--dtype", "bfloat16"], ["--against", "float32"]):
+        with pytest.raises(SystemExit) as end:
+            main([*SMALL, *wrong])
+        assert end.value.code == 2 and "bfloat16 against float32" in capsys.readouterr().err
 
 
 def test_a_wrong_product_is_no_result(monkeypatch):

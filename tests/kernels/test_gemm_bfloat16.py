@@ -4,14 +4,16 @@ import itertools
 import mmap
 import sys
 import tracemalloc
+import types
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from mpipar.kernels import gemm_bfloat16
+from mpipar.kernels import gemm_bfloat16, gemm_pairs
 from mpipar.kernels.gelu import gelu_forward
-from mpipar.kernels.gemm import gemm, warm
+from mpipar.kernels.gemm import THIN_ROWS, gemm, warm
+from mpipar.kernels.pairs import units
 from mpipar.kernels.settings import settings
 from tests.helpers.kernels import assert_close, normal, same_bits, threads
 
@@ -20,6 +22,16 @@ SHAPES = [(1, 1, 1), (5, 7, 9), (64, 256, 512), (100, 1500, 130), (400, 384, 153
           (1, 40, 70), (37, 2100, 517)]
 # Measured for the shapes above with normal operands: 2.3e-6 of the largest element (as float32's own product).
 TOLERANCE = 1e-5
+
+
+@pytest.fixture(params=("amx", "avx512", "convert"), autouse=True)
+def way(request):
+    """Every test runs with each way of this CPU to multiply bfloat16."""
+    if request.param != "convert" and request.param not in units():
+        pytest.skip(f"this CPU has no {request.param} for bfloat16")
+    settings.bfloat16 = request.param
+    yield request.param
+    settings.bfloat16 = "auto"
 
 
 def half(seed, *shape):
@@ -34,7 +46,7 @@ def layouts(x):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_sums_are_those_of_float32(shape):
+def test_sums_are_those_of_float32(shape, way):
     m, k, n = shape
     a, b, bias = half(1, m, k), half(2, k, n), half(3, n)
     exact = a.astype(np.float64) @ b.astype(np.float64)
@@ -47,7 +59,7 @@ def test_sums_are_those_of_float32(shape):
         out = gemm(left, right, np.zeros((m, n), HALF), bias=bias)
         sums = gemm(left, right, sums, bias=bias)
         assert same_bits(out, sums.astype(HALF))
-    if m > 18:  # float32 reads b in place where m is small, in other blocks of k
+    if way == "convert" and m > THIN_ROWS:  # float32 reads b in place where m is small, in other blocks of k
         float32 = gemm(a.astype(np.float32), b.astype(np.float32), np.empty((m, n), np.float32))
         assert same_bits(gemm(a, b, np.empty((m, n), np.float32)), float32)
 
@@ -126,13 +138,64 @@ def test_operands_at_the_end_of_memory():
         assert protect(start + page, page, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
-def test_no_float32_copy_of_an_operand_or_a_result():
+def test_no_float32_copy_of_an_operand_or_a_result(way):
     a, b, out = half(1, 6000, 64), half(2, 64, 256), np.empty((6000, 256), HALF)
     gemm_bfloat16._local.__dict__.clear()
+    gemm_pairs._local.__dict__.clear()
     with threads(1):
         gemm(a, b, np.empty((6000, 256), np.float32))  # makes the panels
         tracemalloc.start()
         gemm(a, b, out)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
+    if way != "convert":  # sums of 32 x 32, in compiled code
+        assert most < 1 << 16
+        return
     assert 4 * min(gemm_bfloat16.SUMS, out.size) <= most < 2 * out.size  # the sums of a part: 1 MiB; all of out: 6 MB
+
+
+def test_units_add_in_the_order_of_k(way):
+    """What cancels only in float32, and only if nothing is rounded to 16 bits in between."""
+    a = np.array([[1, 2.0**-20, -1, 0, 0, 2.0**-10]], HALF)
+    b = np.ones((6, 1), HALF)
+    result = float(gemm(a, b, np.empty((1, 1), np.float32))[0, 0])
+    assert abs(result - (2.0**-20 + 2.0**-10)) <= 2.0**-24
+    b[1] = np.nan
+    assert np.isnan(gemm(a, b, np.empty((1, 1), HALF)).astype(np.float32)).all()
+    b[1] = np.inf
+    assert np.isinf(gemm(a, b, np.empty((1, 1), HALF)).astype(np.float32)).all()
+
+
+def test_edges_touch_nothing_around_them(way):
+    for m, n in ((1, 1), (33, 31), (40, 65)):
+        for dtype in (HALF, np.dtype(np.float32)):
+            around, beside = np.full((m + 2, n + 5), 7, dtype), np.full((m + 2, n + 5), 7, dtype)
+            out, other = around[1:-1, 2:n + 2], beside[1:-1, 3:n + 3]
+            gemm(half(1, m, 50), half(2, 50, n), out, **({"gelu": other} if dtype == HALF else {}))
+            for whole, part in ((around, out), (beside, other)):
+                inside = part.size if dtype == HALF or part is out else 0
+                assert (whole == 7).sum() == whole.size - inside + (part == 7).sum() * (inside > 0)
+
+
+def test_a_unit_that_is_missing_is_refused(monkeypatch, way):
+    monkeypatch.setattr(gemm_bfloat16, "units", lambda: ())
+    a = half(1, 2, 2)
+    if way == "convert":
+        gemm(a, a, np.empty((2, 2), HALF))
+    else:
+        with pytest.raises(ValueError, match="valid on this CPU: auto, convert"):
+            gemm(a, a, np.empty((2, 2), HALF))
+    settings.bfloat16 = "auto"
+    gemm(a, a, np.empty((2, 2), HALF))
+    with pytest.raises(ValueError, match="valid values: auto, amx, avx512, convert"):
+        settings.bfloat16 = "tpu"
+
+
+def test_the_unit_of_choice(monkeypatch, way):
+    """AVX512's instruction is twice as fast as converting on AMD's CPUs, half as fast on Intel's."""
+    for cpu, found, expected in (("emeraldrapids", ("amx", "avx512"), "amx"), ("cooperlake", ("avx512",), "convert"),
+                                 ("znver4", ("avx512",), "avx512"), ("znver3", (), "convert")):
+        monkeypatch.setattr(gemm_bfloat16, "units", lambda: found)
+        monkeypatch.setattr(gemm_bfloat16, "host", lambda: types.SimpleNamespace(cpu=cpu))
+        settings.bfloat16 = "auto"
+        assert gemm_bfloat16.unit() == expected
