@@ -286,13 +286,19 @@ def _leave(code):
 
 def _end_history(code):
     """All ranks have come to their end, or one has failed: the file of the last operations stays only if all is well."""
-    from mpipar.comm.notices import FAILED
-    if code or any(notice.kind == FAILED or notice.code for notice in _guard.notices.received.values()):
-        _guard.watchdog.save()
-        return
-    if "mpipar.comm.checked" in sys.modules:
+    from mpipar.comm.notices import DONE, FAILED
+    notices = _guard.notices
+    if code == 0 and "mpipar.comm.checked" in sys.modules:
         _check_messages()
-    _guard.history.remove()
+    if code == 0:
+        notices.send(DONE, 0)
+        notices.wait(_guard.members, GRACE, (DONE, FAILED))
+    if code or any(notice.kind == FAILED or notice.code for notice in notices.received.values()):
+        _guard.watchdog.save()
+        if any(notice.kind == FAILED for notice in notices.received.values()):
+            time.sleep(3)               # that rank ends the job
+    else:
+        _guard.history.remove()
 
 
 def _check_messages():

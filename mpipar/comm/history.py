@@ -72,7 +72,8 @@ class History:
                 os.replace(spare, self.path)
 
     def remove(self):
-        """The job has ended well."""
+        """The job has ended well: nothing is kept."""
+        self._saved = True
         if self.path is not None:
             with contextlib.suppress(OSError):
                 self.path.unlink()

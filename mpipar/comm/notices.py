@@ -2,7 +2,7 @@
 
 They are what lets a rank that is stuck in a collective learn that another will never come. A notice is an
 array of int64: kind, exit code, then for every group of the sender its key and how many collective calls it
-has made there. The watchdog asks (a notice of kind ASK, whose code is the number of the question) and is told texts.
+has made there. DONE: nothing is amiss at the sender's end. The watchdog asks (a notice of kind ASK, whose code is the number of the question) and is told texts.
 """
 import json
 import threading
@@ -12,7 +12,7 @@ import numpy as np
 
 from mpipar.comm.group import call_counts
 
-LEFT, REFUSED, FAILED, ASK = 0, 1, 2, 3
+LEFT, REFUSED, FAILED, ASK, DONE = 0, 1, 2, 3, 4
 _TAG, _TOLD = 32767, 32766
 _MOST = 1000  # groups told of in one notice, the latest; without the others only the diagnosis is weaker
 
@@ -80,11 +80,12 @@ class Notices:
             self._sent = [sent for sent in self._sent if not sent[0].Test()]
         return self.received
 
-    def wait(self, ranks, seconds=None):
-        """Asleep until all `ranks` have sent a notice (True) or the time is over (False)."""
+    def wait(self, ranks, seconds=None, kinds=None):
+        """Asleep until all `ranks` have sent a notice, the last of one of these kinds if given (True), or the time is over
+        (False)."""
         end, pause = time.monotonic() + seconds if seconds is not None else None, 0.001
         others = set(ranks) - {self.rank}
-        while not others <= self.collect().keys():
+        while not others <= {rank for rank, notice in self.collect().items() if kinds is None or notice.kind in kinds}:
             if end is not None and time.monotonic() > end:
                 return False
             time.sleep(pause)

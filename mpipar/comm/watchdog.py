@@ -11,7 +11,7 @@ from itertools import chain, islice
 
 from mpipar.comm import stuck
 from mpipar.comm.group import call_counts
-from mpipar.comm.notices import FAILED
+from mpipar.comm.notices import FAILED, REFUSED
 from mpipar.comm.traced import open_groups
 from mpipar.comm.waits import stacks, waits
 
@@ -39,7 +39,10 @@ class Watchdog:
         self._since = {wait.identity: self._since.get(wait.identity, now) for wait in found}
         oldest = max((now - since for since in self._since.values()), default=0.0)
         self._answer(found, now)
-        if any(notice.kind == FAILED for notice in self._notices.received.values()):
+        kinds = {notice.kind for notice in self._notices.received.values()}
+        if REFUSED in kinds:                        # a mistake of the user's
+            self._history.remove()
+        elif FAILED in kinds:
             self.save()
         expired = oldest > self._asked.timeout
         if self._open is not None:

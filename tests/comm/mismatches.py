@@ -3,6 +3,8 @@
 Rank 0 does the one thing, the others do the other. After it, all reduce once more: without the check that is where
 many of them go wrong.
 """
+import os
+import signal
 import sys
 import time
 
@@ -30,8 +32,8 @@ def ring_of_sends(w, n):
     w.send(numbers(n), (w.rank + 1) % w.size)
 
 
-# name: (what rank 0 does, what the others do), with the world's group; in the order of the table of what MPI libraries
-# do with them: of these, some hang, and most give wrong numbers without an error
+# name: (what rank 0 does, what the others do), with the world's group. Without the check some of these hang, and most
+# give wrong numbers without an error.
 MISMATCHES = {
     "broadcast and all_reduce": (lambda w: w.broadcast(numbers(4)), lambda w: w.all_reduce(numbers(4))),
     "barrier and all_reduce": (lambda w: w.barrier(), lambda w: w.all_reduce(numbers(4))),
@@ -108,10 +110,11 @@ def shares(w, which, offset):
     w.all_reduce(x[offset:offset + 100_000])
 
 
-def two_groups(made):
-    """On 4 ranks: rank 0 reduces over tp where its partner reduces over dp."""
-    (made.tp if made.rank == 0 else made.dp).all_reduce(numbers(4))
-    (made.dp if made.rank == 0 else made.tp).all_reduce(numbers(4))
+def two_groups(made, first=(0, 3)):
+    """On 4 ranks: those of `first` reduce over tp and then over dp, the others the other way round."""
+    groups = (made.tp, made.dp) if made.rank in first else (made.dp, made.tp)
+    for group in groups:
+        group.all_reduce(numbers(4))
 
 
 def pipeline(made):
@@ -168,7 +171,63 @@ def exchange(made):
     print("all is well")
 
 
-WHOLE = {"two groups": two_groups, "mailbox": pipeline, "one sleeps": one_sleeps, "never received": never_received,
+def groups_in_turn(made):
+    """Nothing is wrong: one rank has another order, but nobody waits for ever."""
+    two_groups(made, (0,))
+    print("all is well")
+
+
+def second_mesh(made):
+    """Rank 1 makes no second mesh."""
+    from mpipar.comm.mesh import Mesh
+    if made.rank == 1:
+        time.sleep(3600)
+    Mesh()
+
+
+def test_loop(made):
+    """Rank 0 asks for ever whether a message has come."""
+    if made.rank == 1:
+        time.sleep(3600)
+    until(made.world.recv_start(numbers(4), 1))
+
+
+def stopped(made):
+    """The process of rank 1 is stopped."""
+    if made.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    made.world.all_reduce(numbers(4))
+
+
+def killed(made):
+    """Rank 1 is killed after some operations."""
+    for step in range(7):
+        made.world.all_reduce(numbers(step))
+    if made.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    made.world.barrier()
+
+
+def raises(made):
+    """Rank 1 fails after some operations."""
+    for step in range(7):
+        made.world.all_reduce(numbers(step))
+    if made.rank == 1:
+        raise RuntimeError("boom")
+    made.world.barrier()
+
+
+def cuts(made):
+    """The mean of 2,500 numbers, a bfloat16 sum, and messages between all: in pieces under MPIPAR_MAX_COUNT."""
+    made.world.all_reduce(numbers(2500), "mean")
+    made.world.all_reduce(bfloat16(2500))
+    made.world.all_to_all(numbers(2500 * made.size))
+    made.world.gather(numbers(2500), 0)
+    print("all is well")
+
+
+WHOLE = {"two groups": two_groups, "groups in turn": groups_in_turn, "second mesh": second_mesh, "test loop": test_loop,
+         "stopped": stopped, "killed": killed, "raises": raises, "cuts": cuts, "mailbox": pipeline, "one sleeps": one_sleeps, "never received": never_received,
          "slow": slow, "exchange": exchange}
 
 
@@ -176,6 +235,7 @@ def main(name, **sizes):
     from mpipar.comm.mesh import Mesh
     with guard.checking():
         made = Mesh(**sizes)
+    print(f"begins at {time.time()}", flush=True)
     if name in WHOLE:
         WHOLE[name](made)
     else:
