@@ -1,7 +1,7 @@
 """Groups whose ranks compare what they call before anything is done (MPIPAR_DEBUG=1): MismatchError on every rank
 instead of wrong numbers or a job that hangs.
 
-Before a collective operation every rank gets the fingerprints of all (see fingerprint.py), and the operation begins once
+Before a collective operation every rank gets the fingerprints of all (fingerprint.py), and the operation begins once
 they fit. A send is announced to its receiver by its fingerprint, and the receiver answers it; so a message that nobody
 receives is known too. Fingerprints travel on a communicator of their own, and never block: whoever waits for one
 operation moves all others of this process on, so a program that is right without the check ends with it. An operation

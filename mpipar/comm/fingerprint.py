@@ -1,9 +1,9 @@
 """What a rank calls, in words and as a fingerprint that the ranks of a group can compare.
 
 A fingerprint is a record of fixed size: a hash of everything that has to be the same on all ranks (operation, dtype,
-shape, axis, reduction, root, sizes, name, and how it is carried out), then the call in words with its place in the program.
-What may differ is left out: a rank's own part of an uneven gather, or the counts of all_to_all_v, which follow the words
-so that every pair of ranks can be checked. Needs no MPI.
+shape, axis, reduction, root, sizes, name, and how it is carried out), then the call in words with its place in the
+program. What may differ is left out: a rank's own part of an uneven gather, or the counts of all_to_all_v, which follow
+the words so that every pair of ranks can be checked. Needs no MPI.
 """
 import hashlib
 import os

@@ -120,7 +120,7 @@ def install(members=None, *, signals=False):
     asked, multiple = debug.settings(), mpi.MPI.Query_thread() == mpi.MPI.THREAD_MULTIPLE
     if asked is not None:
         if not multiple:
-            raise ValueError("MPIPAR_TIMEOUT and MPIPAR_DEBUG need MPI's thread level multiple (mpi4py.rc.thread_level)")
+            raise ValueError("MPIPAR_TIMEOUT and MPIPAR_DEBUG need MPI's thread level multiple (mpi4py.rc)")
         _debug(asked)
     if multiple:
         from mpipar.comm import watch
@@ -128,8 +128,8 @@ def install(members=None, *, signals=False):
         if asked is not None:
             from mpipar.comm.watchdog import LOOK
             look, patience = LOOK, 1.0 if asked.check else _PATIENCE
-        _guard.watcher = threading.Thread(target=watch.watch, name="mpipar-guard", daemon=True,
-                                          args=(_guard.notices, _guard.closing, look, patience, end_job, _guard.watchdog))
+        arguments = _guard.notices, _guard.closing, look, patience, end_job, _guard.watchdog
+        _guard.watcher = threading.Thread(target=watch.watch, name="mpipar-guard", daemon=True, args=arguments)
         _guard.watcher.start()
 
 
@@ -285,7 +285,8 @@ def _leave(code):
 
 
 def _end_history(code):
-    """All ranks have come to their end, or one has failed: the file of the last operations stays only if all is well."""
+    """All ranks have come to their end, or one has failed: the file of the last operations goes only if all is well.
+    """
     from mpipar.comm.notices import DONE, FAILED
     notices = _guard.notices
     if code == 0 and "mpipar.comm.checked" in sys.modules:

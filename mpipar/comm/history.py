@@ -32,7 +32,8 @@ class History:
     def keep_in(self, folder, rank, ranks):
         """From now on in a file of that folder; OSError where it can't be written."""
         path = pathlib.Path(folder, f"mpipar-rank{rank}.log").absolute()
-        self._head = f"mpipar rank {rank} of {ranks}, process {os.getpid()}, started {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._head = f"mpipar rank {rank} of {ranks}, process {os.getpid()}, started {started}"
         self._ring[:WIDTH] = _line(f"{self._head}; lines are a ring, numbered in order")
         with open(path, "wb+") as file:
             file.write(self._ring)

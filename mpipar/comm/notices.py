@@ -2,7 +2,8 @@
 
 They are what lets a rank that is stuck in a collective learn that another will never come. A notice is an
 array of int64: kind, exit code, then for every group of the sender its key and how many collective calls it
-has made there. DONE: nothing is amiss at the sender's end. The watchdog asks (a notice of kind ASK, whose code is the number of the question) and is told texts.
+has made there. DONE: the sender has come to its end and found nothing wrong. ASK is of the watchdog, its code is the
+number of the question; the answers are texts.
 """
 import json
 import threading
@@ -81,8 +82,10 @@ class Notices:
         return self.received
 
     def wait(self, ranks, seconds=None, kinds=None):
-        """Asleep until all `ranks` have sent a notice, the last of one of these kinds if given (True), or the time is over
-        (False)."""
+        """Asleep until all `ranks` have sent a notice (True) or the time is over (False).
+
+        kinds: the last notice of each has to be one of these.
+        """
         end, pause = time.monotonic() + seconds if seconds is not None else None, 0.001
         others = set(ranks) - {self.rank}
         while not others <= {rank for rank, notice in self.collect().items() if kinds is None or notice.kind in kinds}:

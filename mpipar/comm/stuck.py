@@ -1,9 +1,9 @@
 """Who waits for whom, from what the ranks say of themselves. Needs no MPI.
 
-The state of a rank is a dict: `waits`, a list of {"words", "group", "key", "number", "peer", "members", "arrived", "main",
-"token", "looks", "seconds"}; `calls`, how many collective calls it has made in each group, by the group's key (a string);
-`last`, lines of its history; `unreceived`, its sends that nobody has received, in words; `stacks`, a text; `over`: it has
-come to its end. `waits` is empty for a rank that computes.
+The state of a rank is a dict: `waits`, a list of {"words", "group", "key", "number", "peer", "members", "arrived",
+"main", "token", "looks", "seconds"}, empty for a rank that computes; `calls`, how many collective calls it has made in
+each group, by the group's key (a string); `last`, lines of its history; `unreceived`, its sends that nobody has
+received, in words; `stacks`, a text; `over`: it has come to its end. It travels as JSON.
 """
 
 

@@ -25,7 +25,8 @@ _FRAMES = 25            # of a stack, the innermost
 
 @dataclasses.dataclass
 class Wait:
-    """identity: the same as long as it is the same wait. main: of the main thread. pending: that is waited for, if any."""
+    """identity: the same as long as it is the same wait. main: of the main thread. pending: what is waited for, if any.
+    """
 
     identity: tuple
     group: Group

@@ -9,7 +9,7 @@ def watch(notices, closing, look, patience, end_job, watchdog=None):
     """Look every `look` seconds until `closing` is set; call end_job(code, text) where a wait can never end.
 
     A collective never ends for want of a rank that has left with fewer calls in that group. A send or receive
-    is given up when its partner left and it has not moved for `patience` seconds. watchdog: looks too, where there is one.
+    is given up when its partner left and it has not moved for `patience` seconds. watchdog: looks too, if there is one.
     """
     since = {}
     while not closing.wait(look):

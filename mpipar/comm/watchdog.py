@@ -3,11 +3,10 @@
 Each rank's guard thread looks what the threads of its process wait for. Where a wait is older than the timeout it asks
 all ranks for their state, which their guard threads answer also while the rank is stuck in MPI, and ends the job with
 a report of all. With MPIPAR_DEBUG it asks earlier: ranks that wait for one another, in different groups or with a send
-that does not fit the receive, can never go on, whatever the timeout is (stuck.py). Two rounds of answers have to say so.
+that does not fit the receive, can never go on, whatever the timeout is (stuck.py). Two rounds of answers have to agree.
 """
 import json
 import time
-from itertools import chain, islice
 
 from mpipar.comm import stuck
 from mpipar.comm.group import call_counts
@@ -99,5 +98,6 @@ class Watchdog:
                 "arrived": getattr(pending, "arrived", False), "looks": getattr(pending, "looks", 0),
                 "token": plan.call.line if plan.call is not None else 0})
         calls = {str(key): count for key, (count,) in list(call_counts.items())}
-        return {"waits": told, "calls": calls, "last": self._history.last(_LINES), "stacks": stacks(), "over": self.over,
-                "unreceived": list(islice(chain(*(group.unreceived() for group in list(open_groups.values()))), _LINES))}
+        unreceived = [words for group in list(open_groups.values()) for words in group.unreceived()]
+        return {"waits": told, "calls": calls, "last": self._history.last(_LINES), "unreceived": unreceived[:_LINES],
+                "stacks": stacks(), "over": self.over}

@@ -76,7 +76,8 @@ MESSAGES = {
     "large message of another length": (lambda w: w.send(numbers(10**6), 1), lambda w: w.recv(numbers(10**6 + 1), 0)),
     "started message of another shape": (lambda w: w.send_start(numbers(4), 1).wait(),
                                          lambda w: w.recv_start(numbers(4).reshape(2, 2), 0).wait()),
-    "message of another name": (lambda w: w.send(numbers(4), 1, name="0F1"), lambda w: w.recv(numbers(4), 0, name="0F2")),
+    "message of another name": (lambda w: w.send(numbers(4), 1, name="0F1"),
+                                lambda w: w.recv(numbers(4), 0, name="0F2")),
 }
 STUCK = {   # each waits for something else: the watchdog sees it
     "tags": (lambda w: w.send(numbers(10**6), 1, tag=1), lambda w: w.recv(numbers(10**6), 0, tag=2)),
@@ -227,7 +228,8 @@ def cuts(made):
 
 
 WHOLE = {"two groups": two_groups, "groups in turn": groups_in_turn, "second mesh": second_mesh, "test loop": test_loop,
-         "stopped": stopped, "killed": killed, "raises": raises, "cuts": cuts, "mailbox": pipeline, "one sleeps": one_sleeps, "never received": never_received,
+         "stopped": stopped, "killed": killed, "raises": raises, "cuts": cuts, "mailbox": pipeline,
+         "one sleeps": one_sleeps, "never received": never_received,
          "slow": slow, "exchange": exchange}
 
 

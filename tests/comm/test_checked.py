@@ -1,4 +1,4 @@
-"""Groups that compare their calls: the same results as without, no message more when it is off, and further mismatches."""
+"""Groups that compare their calls: the same results as without, no message more when it is off, further mismatches."""
 import re
 
 import ml_dtypes

@@ -77,10 +77,12 @@ def test_ranks_that_wait_for_one_another(tmp_path, name):
     job = fails(name, folder=tmp_path)
     assert "the ranks wait for one another and will for ever:" in job.stderr
     for rank in range(2):
-        assert re.search(rf"\]   rank {rank} waits [\d.]+ s in .* at {HERE}.* for rank {1 - rank}", job.stderr), job.stderr
+        line = rf"\]   rank {rank} waits [\d.]+ s in .* at {HERE}.* for rank {1 - rank}"
+        assert re.search(line, job.stderr), job.stderr
         assert f"rank {rank}, last operations:" in job.stderr and f"rank {rank}, stack of MainThread:" in job.stderr
     if name == "tags of small messages":
-        assert re.search(rf"rank 0 has sent send\(float64\[4\], to=1, tag=1\) at {HERE}; not received by rank 1", job.stderr)
+        line = rf"rank 0 has sent send\(float64\[4\], to=1, tag=1\) at {HERE}; not received by rank 1"
+        assert re.search(line, job.stderr)
 
 
 def test_ranks_of_several_groups_wait_for_one_another(tmp_path):
@@ -92,8 +94,8 @@ def test_ranks_of_several_groups_wait_for_one_another(tmp_path):
 
 def test_the_mailbox_of_a_pipeline(tmp_path):
     job = fails("mailbox", "pp=2", folder=tmp_path)
-    assert "rank 0: send_start(float64[2,3], to=1, tag=12, name='0F3') at mpipar/parallel/pipeline/mailbox.py" in job.stderr
-    assert "rank 1: recv_start(float64[3,2], source=0, tag=12, name='0F3') at mpipar/parallel/pipeline/mailbox.py" in job.stderr
+    for words in ("rank 0: send_start(float64[2,3], to=1", "rank 1: recv_start(float64[3,2], source=0"):
+        assert f"{words}, tag=12, name='0F3') at mpipar/parallel/pipeline/mailbox.py:" in job.stderr
 
 
 def test_a_message_that_nobody_receives(tmp_path):
