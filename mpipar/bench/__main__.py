@@ -16,7 +16,7 @@ BENCHMARKS = {
     "ladder": "the product from plain loops to packed panels, with its roofline; the cost of narrow shards",
     "fusion": "three loops against one, and convolution with and without its patch matrix",
     "pipeline": "the bubble of every schedule, measured beside formula and simulator, with stages that sleep",
-    "train": "the step of a model in a layout, part by part, and against PyTorch (takes the options of mpipar.train too)",
+    "train": "the step of a model in a layout, part by part, and against PyTorch or one rank (takes the options of mpipar.train too)",
 }
 
 
@@ -42,7 +42,8 @@ def main(arguments=None) -> int:
     try:
         parsed.run(parsed)
     except ValueError as error:
-        parser.exit(2, f"mpipar: error: {error}\n")
+        with guard.checking():  # one line and exit code 2, whichever ranks noticed
+            raise error
     return 0
 
 

@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from .against import torch_command
 from .report import conditions, print_conditions, spread, write_json
 
 MODEL = ("--layers", "2", "--dim", "64", "--heads", "4", "--seq", "32", "--global-batch", "8")
@@ -65,11 +66,7 @@ def _start_mpipar(ranks, store):
 
 
 def _start_torch(ranks):
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += [str(Path(__file__).with_name("torch_peer.py")), "--model", "gpt", "--steps", "1", "--skip", "0", *MODEL]
-    return _seconds(command, OMP_NUM_THREADS="1")
+    return _seconds(torch_command(ranks, "--model", "gpt", "--steps", "1", "--skip", "0", *MODEL), OMP_NUM_THREADS="1")
 
 
 def _seconds(command, **environment):

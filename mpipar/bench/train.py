@@ -1,36 +1,32 @@
 """`python -m mpipar.bench train`: the step of a model in a layout, part by part; and against PyTorch, in turn.
 
     mpirun -np 2 python -m mpipar.bench train --tp 2 --layers 6 --dim 384 --heads 6 --seq 256 --global-batch 8
-    python -m mpipar.bench train --against torch --ranks 1 --layers 6 --dim 384 --heads 6 --seq 256 --global-batch 8
+    python -m mpipar.bench train --against torch --ranks 2 --pp 2 --layers 6 --dim 384 --heads 6 --seq 256 --global-batch 8
+    python -m mpipar.bench train --against one-rank --ranks 2 --dp 2
 
 The options of the model and the layout are those of `mpipar.train`. With --against, both programs are started in turn,
-A B A B, each in processes of its own, and the ratio is taken pair by pair.
+see `against.py`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
-STARTED = "MPIPAR_BENCH_STARTED"
-SKIP = 3  # first steps that are left out
+from mpipar.bench.against import SKIP, STARTED, alternate, total_steps
 
 
 def add_arguments(parser):
     parser.add_argument("--measure", type=int, default=20, metavar="STEPS", help="steps that are measured")
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
-    parser.add_argument("--against", choices=("torch", "torch-compile"),
-                        help="alternate with PyTorch (gloo, data-parallel, one thread a rank)")
-    parser.add_argument("--ranks", type=int, default=1, help="with --against: ranks of both programs")
+    parser.add_argument("--against", choices=("torch", "torch-compile", "one-rank"),
+                        help="alternate with PyTorch's program of the same layout (gloo, one thread a rank), or with mpipar on one rank")
+    parser.add_argument("--ranks", type=int, default=1, help="with --against: ranks of the program (of both, with torch)")
     parser.add_argument("--pairs", type=int, default=5, help="with --against: alternated pairs of runs")
 
 
@@ -54,12 +50,12 @@ def measure(options: list[str], steps: int) -> dict | None:
     from mpipar.kernels.host import host
     from mpipar.kernels.settings import settings
 
-    run = set_up([*options, "--steps", str(1 + 2 * (SKIP + steps))])
+    run = set_up([*options, "--steps", str(total_steps(steps))])
     trainer, mesh = run.trainer, run.mesh
     batches = (run.train.batch(k) for k in range(1, 10**9))
-    trainer.step(next(batches))
+    losses = [trainer.step(next(batches)).loss]
     first_step = since_start()
-    plain = timed_steps(trainer, mesh, batches, steps)
+    plain = timed_steps(trainer, mesh, batches, steps, losses=losses)
     waits: list[float] = []
     with Parts() as parts, mesh.record() as log:
         clocked = timed_steps(trainer, mesh, batches, steps, skip=0, each=lambda: waits.append(waiting(trainer)))
@@ -78,7 +74,7 @@ def measure(options: list[str], steps: int) -> dict | None:
         "hardware": host().describe(), "load_average": os.getloadavg()[0], "options": options, "ranks": mesh.size,
         "shape": mesh.shape, "threads_per_rank": settings.threads, "steps": steps, "step_s": step, "best_step_s": min(plain),
         "spread_s": [min(plain), max(plain)], f"{unit}_per_s": items / step, "gflops": flops / step / 1e9,
-        "parts_s": table, "process_first_step_s": first_step, "peak_rss_bytes": memory,
+        "parts_s": table, "losses": losses, "process_first_step_s": first_step, "peak_rss_bytes": memory,
     }
     print(f"{report['hardware']}, load average {report['load_average']:.1f}")
     print(f"{mesh.size} ranks {mesh.shape}, {settings.threads} threads a rank, {' '.join(options)}")
@@ -91,15 +87,17 @@ def measure(options: list[str], steps: int) -> dict | None:
     return report
 
 
-def timed_steps(trainer, mesh, batches, steps, *, skip=SKIP, each=None) -> list[float]:
-    """Seconds of each step after the first `skip`; all ranks begin a step together."""
+def timed_steps(trainer, mesh, batches, steps, *, skip=SKIP, each=None, losses=None) -> list[float]:
+    """Seconds of each step after the first `skip`; all ranks begin a step together. losses: a list that gets all steps' losses."""
     times = []
     for number in range(skip + steps):
         batch = next(batches)
         mesh.world.barrier()
         started = time.perf_counter()
-        trainer.step(batch)
+        result = trainer.step(batch)
         seconds = time.perf_counter() - started
+        if losses is not None:
+            losses.append(result.loss)
         if number >= skip:
             times.append(seconds)
             if each:
@@ -117,59 +115,3 @@ def since_start() -> float:
 def waiting(trainer) -> float:
     """Seconds of the last step in which this rank's pipeline waited for messages."""
     return trainer.last_run.wall_seconds - trainer.last_run.busy_seconds
-
-
-def alternate(arguments) -> dict:
-    """Start both programs in turn and compare pair by pair."""
-    if importlib.util.find_spec("torch") is None:
-        raise ValueError("--against needs PyTorch: pip install torch")
-    from mpipar.commands.config import parse
-
-    config = parse(arguments.rest).resolved(arguments.ranks)
-    ours, theirs = [], []
-    for number in range(arguments.pairs):
-        ours.append(start_mpipar(arguments))
-        theirs.append(start_torch(arguments, config))
-        pair = [1e3 * side[-1]["step_s"] for side in (ours, theirs)]
-        print(f"pair {number + 1}: mpipar {pair[0]:.1f} ms a step, PyTorch {pair[1]:.1f} ms", flush=True)
-    ratios = sorted(b["step_s"] / a["step_s"] for a, b in zip(ours, theirs))
-    memory = statistics.median(max(a["peak_rss_bytes"]) / max(b["peak_rss_bytes"]) for a, b in zip(ours, theirs))
-    first = statistics.median(a["process_first_step_s"] / b["process_first_step_s"] for a, b in zip(ours, theirs))
-    report = {
-        "hardware": ours[0]["hardware"], "options": arguments.rest, "ranks": arguments.ranks, "against": arguments.against,
-        "pytorch": theirs[0]["version"], "pairs": arguments.pairs, "speed_ratio": statistics.median(ratios),
-        "speed_ratio_range": [ratios[0], ratios[-1]], "memory_ratio": memory, "first_step_ratio": first, "ours": ours, "theirs": theirs,
-    }
-    print(f"{report['hardware']}\n{arguments.ranks} ranks, one thread each, {arguments.against} {report['pytorch']}, "
-          f"{arguments.pairs} alternated pairs: mpipar is {report['speed_ratio']:.2f} times as fast "
-          f"({ratios[0]:.2f} to {ratios[-1]:.2f}), needs {memory:.2f} of the memory, and {first:.2f} of the time from start to first step")
-    return report
-
-
-def start_mpipar(arguments) -> dict:
-    """One run of `measure` in processes of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "mpipar.bench", "train", "--measure", str(arguments.measure), "--json", str(file), *arguments.rest]
-        command += ["--threads", "1"]
-        if arguments.ranks > 1:
-            from mpipar.comm.launcher import mpirun
-
-            command = [mpirun(), "-np", str(arguments.ranks), *command]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, STARTED: repr(time.time())})
-        return json.loads(file.read_text(encoding="utf-8"))
-
-
-def start_torch(arguments, config) -> dict:
-    """One run of the PyTorch program of the same model."""
-    command = [sys.executable]
-    if arguments.ranks > 1:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(arguments.ranks)]
-    command += [str(Path(__file__).with_name("torch_peer.py")), "--model", config.model, "--steps", str(arguments.measure), "--skip", str(SKIP)]
-    for name in ("layers", "dim", "heads", "seq", "vocab", "global_batch", "micro_batches"):
-        command += ["--" + name.replace("_", "-"), str(getattr(config, name))]
-    if arguments.against == "torch-compile":
-        command.append("--compile")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", STARTED: repr(time.time())}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    return json.loads(done.stdout.strip().splitlines()[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from mpipar.data.batch import Batch
 from mpipar.engine.divided import Optimizer, divide
 from mpipar.engine.gradients import Gradients
 from mpipar.engine.optimizer import SGD, AdamW
+from mpipar.kernels.gemm_kept import unchanged
 from mpipar.models.model import MicroBatch, Model
 from mpipar.nn.layer import SampleKeys
 from mpipar.nn.parameter import split_range
@@ -94,7 +96,8 @@ class Trainer:
         self.gradients.clear()
         micros = self.split(batch, step)
         reducer = self.gradients.reducer
-        self.last_run = run(self.program, self.model.chunks, micros, self.mailbox, before=reducer.before, after=reducer.after)
+        with self._weights_stay():
+            self.last_run = run(self.program, self.model.chunks, micros, self.mailbox, before=reducer.before, after=reducer.after)
         self.gradients.reduce()
         loss, squares, stop = self._sum_over_ranks(self.last_run.losses, self.gradients.squares())
         norm = math.sqrt(squares)
@@ -107,7 +110,8 @@ class Trainer:
         """The mean loss over some global batches, without dropout and without a change of the model."""
         loss = weight = 0.0
         for batch in batches:
-            done = run_forward(self.forward_program, self.model.chunks, self.split(batch, None), self.mailbox)
+            with self._weights_stay():
+                done = run_forward(self.forward_program, self.model.chunks, self.split(batch, None), self.mailbox)
             loss += self._sum_over_ranks(done.losses, 0.0)[0]
             weight += batch.weight
         return loss / weight if weight else math.nan
@@ -131,6 +135,12 @@ class Trainer:
         first, last = split_range(size, dp.size, dp.rank)
         a, b = split_range(last - first, count, number)
         return first + a, first + b
+
+    def _weights_stay(self):
+        """While several micro-batches run, products keep what they pack of the weights. Not under ZeRO 3: a block's
+        weights are gathered for each use, or are one copy for a node, which panels of each rank would outweigh."""
+        divided = self.model.zero is not None and self.model.zero.stage == 3
+        return nullcontext() if divided or self.micro_batches == 1 else unchanged(self.model.buffers.data)
 
     def clip_factor(self, norm: float) -> float:
         """What every gradient is multiplied by, so that the norm is at most `clip`."""

@@ -11,6 +11,7 @@ from .dtypes import is_bfloat16
 from .gelu import gelu_forward
 from .gemm_bfloat16 import gemm_bfloat16
 from .gemm_finish import ADD, GELU
+from .gemm_kept import kept
 from .gemm_plan import SMALL, plan_of, plans, split
 from .settings import settings
 from .threads import parallel_for
@@ -55,12 +56,13 @@ def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None):
     thin = 0  # depth of blocks along k where b is read in place
     if m <= THIN_ROWS and b.strides[1] == dtype.itemsize:
         thin = FEW_ROWS if k * n > plan.far else MORE_ROWS
+    packed = plan.panels(b) if kept.spans and not thin else 0
     if bias is None:
         bias = plan.no_bias
     if settings.threads == 1 or m * k * n < SMALL:
-        plan.run(a, b, out, bias, accumulate, finish, thin)
+        plan.run(a, b, out, bias, accumulate, finish, thin, packed)
     else:
-        parallel_for(plan.run, split(a, b, out, bias, accumulate, finish, thin, settings.threads))
+        parallel_for(plan.run, split(a, b, out, bias, accumulate, finish, thin, settings.threads, packed))
     return out
 
 

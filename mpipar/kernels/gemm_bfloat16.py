@@ -16,6 +16,7 @@ from .cache import jit
 from .dtypes import bits, is_bfloat16
 from .gelu import erf_value
 from .gemm_finish import ADD, GELU, NOTHING
+from .gemm_kept import kept
 from .gemm_plan import SMALL, flat, plan_of, split
 from .host import host
 from .pairs import units
@@ -45,15 +46,15 @@ def gemm_bfloat16(a, b, out, accumulate, bias, residual, gelu):
     if residual is not None or gelu is not None:
         finish = (ADD, bits(residual)) if gelu is None else (GELU, bits(gelu))
     how = unit()
+    run, panels = _on_unit, gemm_pairs.panels
     if how == "convert" or not a.shape[1]:
         how = plan_of(a.dtype)
-        run = _whole if out.dtype == np.float32 else _by_parts
-    else:
-        run = _on_unit
+        run, panels = _whole if out.dtype == np.float32 else _by_parts, how.panels
+    packed = panels(operands[1]) if kept.spans and a.shape[1] else 0
     if settings.threads == 1 or m * a.shape[1] * n < SMALL:
-        run(how, *operands, accumulate, finish, 0)
+        run(how, *operands, accumulate, finish, 0, packed)
     else:
-        parallel_for(run, [(how, *task) for task in split(*operands, accumulate, finish, 0, settings.threads)])
+        parallel_for(run, [(how, *task) for task in split(*operands, accumulate, finish, 0, settings.threads, packed)])
     return out
 
 
@@ -61,21 +62,22 @@ def unit():
     """How bfloat16 is multiplied: a unit of this CPU, or "convert". ValueError for a unit that it doesn't have."""
     name = settings.bfloat16
     if name == "auto":
-        # AVX512's dot products reach twice the speed of float32 on AMD's CPUs (by their tables), but half of it where they
-        # were measured on Intel's.
+        # AVX512's dot products reach twice the speed of float32 on AMD's CPUs (by their tables), but half of it on
+        # Intel's (measured).
         return next((u for u in units() if u == "amx" or host().cpu.startswith("znver")), "convert")
     if name != "convert" and name not in units():
-        raise ValueError(f"settings.bfloat16 is {name!r}; valid on this CPU: {', '.join(('auto', *units(), 'convert'))}")
+        valid = ", ".join(("auto", *units(), "convert"))
+        raise ValueError(f"settings.bfloat16 is {name!r}; valid on this CPU: {valid}")
     return name
 
 
-def _on_unit(name, a, b, out, bias, accumulate, finish, thin):
-    gemm_pairs.run(name, a, b, out, bias, accumulate, finish)
+def _on_unit(name, a, b, out, bias, accumulate, finish, thin, packed):
+    gemm_pairs.run(name, a, b, out, bias, accumulate, finish, packed)
 
 
-def _whole(plan, a, b, out, bias, accumulate, finish, thin):
+def _whole(plan, a, b, out, bias, accumulate, finish, thin, packed):
     if a.shape[1]:
-        plan.run(a, b, out, bias, accumulate, plan.no_finish, thin)
+        plan.run(a, b, out, bias, accumulate, plan.no_finish, thin, packed)
         return
     if not accumulate:
         out[...] = 0
@@ -83,7 +85,7 @@ def _whole(plan, a, b, out, bias, accumulate, finish, thin):
         out += (bias.astype(np.uint32) << 16).view(np.float32)
 
 
-def _by_parts(plan, a, b, out, bias, accumulate, finish, thin):
+def _by_parts(plan, a, b, out, bias, accumulate, finish, thin, packed):
     m, n = out.shape
     height = min(m, max(LEAST_ROWS, SUMS // n))
     sums = _memory(height * n).reshape(height, n)
@@ -91,7 +93,7 @@ def _by_parts(plan, a, b, out, bias, accumulate, finish, thin):
     for r in range(0, m, height):
         here = slice(r, min(r + height, m))
         part = sums[:here.stop - r]
-        _whole(plan, a[here], b, part, bias, False, plan.no_finish, thin)
+        _whole(plan, a[here], b, part, bias, False, plan.no_finish, thin, packed)
         target, beside = flat(out[here]), out[here] if other is None else other[here]
         _finish(what, part.reshape(-1), n, target, out.strides[0] // 2, flat(beside), beside.strides[0] // 2)
 

@@ -20,24 +20,25 @@ TILES_ASK = host().prefetches
 
 
 @jit
-def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other, other_row, thin, kc, mc, nc,
+def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other, other_row, thin, packed, kc, mc, nc,
                     work_a, work_b, work_bias):
     """out (+)= a @ b (+ bias) for 2-D arrays of any strides (out: unit stride along a row).
 
     All have zero's type; or zero and out are float32, and a, b and bias the bits of bfloat16 (uint16), which packing
     turns into float32 (`thin` is then false: nothing is read in place). bias: [n], or empty for none. kc, mc, nc:
-    block sizes along k, m, n, multiples of nothing in particular. finish: what is done to each part of out while
-    it is still near (see
-    `gemm_finish.py`); flat, other: out and the other array of it as flat memory, row and other_row: elements
-    from one of their rows to the next. thin: m is small, b has unit stride along its rows and is read where it
-    lies. work_a, work_b, work_bias: addresses of memory for a block of A (all of A if thin), for a block of B
-    (one group of panels if m <= mc) and for the bias. The order of each sum depends on k and kc only.
+    block sizes along k, m, n, multiples of nothing in particular. finish: what is done to each part of out while it is
+    still near (see `gemm_finish.py`); flat, other: out and the other array of it as flat memory, row and other_row:
+    elements from one of their rows to the next. thin: m is small, b has unit stride along its rows and is read where it
+    lies. packed: address of all panels of b, as `pack_whole` makes them for kc, or 0. work_a, work_b, work_bias:
+    addresses of memory for a block of A (all of A if thin), for a block of B (one group of panels if m <= mc, none if
+    packed) and for the bias. The order of each sum depends on k and kc only.
     """
     m, k = a.shape
     n = b.shape[1]
     size, vector = size_of(zero), lanes(zero)
     panel = 2 * vector
     group = GROUP * panel
+    whole_n = -(-n // panel) * panel
     element, element_bias = a.dtype.type(0), bias.dtype.type(0)
     source_size = size_of(element)  # of an element of a or b; `size` is that of a number in panels and in out
     none = n - n  # a zero that Numba does not take for a constant
@@ -97,10 +98,12 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                     in_group = j % group
                     # Kept for the next block of rows; if there is none, the memory of one group serves all.
                     b_panel = work_b + (j if mc < m else in_group) * depth * size
+                    if packed != 0:
+                        b_panel = packed + (p0 * whole_n + (j0 + j) * depth) * size
                     # What the next panel of B is read from: `lines` rows of cache lines, `line` bytes apart.
                     next_b, line, step = b_panel + depth * width * size, LINE * depth, LINE + none
                     lines = panel * size // LINE
-                    if i0 == 0:
+                    if i0 == 0 and packed == 0:
                         source = b_at + p0 * b_k + (j0 + j) * b_column
                         if in_group == 0:
                             here = min(group, columns_here - j)
@@ -133,6 +136,21 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                         first = j0 + j - in_group
                         finish_part(finish, flat, i0 * row + first, row, other, i0 * other_row + first, other_row,
                                     rows_here, in_group + columns)
+
+
+@jit
+def pack_whole(zero, b, kc, target):
+    """All panels of b [k, n], for products in blocks of kc along k: for each block the panels of all columns."""
+    k, n = b.shape
+    size, panel = size_of(number_of(zero)), 2 * lanes(zero)
+    group = GROUP * panel
+    whole_n = -(-n // panel) * panel
+    for p0 in range(0, k, kc):
+        depth = min(kc, k - p0)
+        for j in range(0, n, group):
+            here = min(group, n - j)
+            _pack_columns(zero, address(b) + p0 * b.strides[0] + j * b.strides[1], b.strides[1], b.strides[0], here,
+                          n - j - here, depth, target + (p0 * whole_n + j * depth) * size)
 
 
 @jit(inline=True)
@@ -170,5 +188,5 @@ def _pack_columns(zero, source, b_column, b_k, columns, beyond, depth, target):
         for j in range(0, columns, 2 * vector):
             here = min(2 * vector, columns - j)
             width = vector if here <= vector else 2 * vector
-            pack_panel(zero, source + p * b_k + j * b_column, b_column, b_k, here, beyond + columns - j - here, steps, width,
-                       target + (j * depth + p * width) * size)
+            pack_panel(zero, source + p * b_k + j * b_column, b_column, b_k, here, beyond + columns - j - here, steps,
+                       width, target + (j * depth + p * width) * size)

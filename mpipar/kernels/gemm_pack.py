@@ -16,8 +16,8 @@ def pack_panel(zero, source, line_step, k_step, lines, beyond, k, width, target)
 
     All arguments but zero, a number of the source's type, are addresses, bytes and counts. lines <= width. beyond: how
     many more lines lie behind these and may be read: whole vectors are then read where the last one is not all wanted.
-    Up to a vector beyond the panel is overwritten, so panels are packed in the order of their addresses. Places i >= lines hold harmless numbers
-    where width is whole vectors.
+    Up to a vector beyond the panel is overwritten, so panels are packed in the order of their addresses. Places
+    i >= lines hold harmless numbers where width is whole vectors.
     """
     stand_alone(zero)
     size, packed = size_of(zero), size_of(number_of(zero))

@@ -13,10 +13,12 @@ from .bfloat16 import widened
 from .cache import jit
 from .gelu import erf_value
 from .gemm_finish import ADD, GELU, SUMS
+from .gemm_kept import kept
 from .gemm_plan import flat
 from .host import host
 from .memory import aligned_zeros
-from .pairs import AMX, AVX512, BLOCK, BLOCK_BYTES, ask, begin, end, pack_block, round_line, round_line_with, square, tile_shapes
+from .pairs import (AMX, AVX512, BLOCK, BLOCK_BYTES, ask, begin, end, pack_block, round_line, round_line_with, square,
+                    tile_shapes)
 from .polynomials import VECTOR_FLAGS
 from .vector import address, stand_alone
 from .wide import wide_vectors
@@ -26,42 +28,60 @@ GROUP = 8  # panels of B that are packed together, so that a row of b is read so
 HALF = 2  # bytes
 
 
-def run(unit, a, b, out, bias, accumulate, finish):
+def run(unit, a, b, out, bias, accumulate, finish, packed=0):
     """One thread's product: out (+)= a @ b (+ bias), with the last pass `finish`, (what, other array or none).
 
     unit: of UNITS. a, b, bias: uint16, the bits of bfloat16; a, b: any strides; bias: empty for none. out: float32, or
-    uint16 with other of uint16 too; unit stride along their rows.
+    uint16 with other of uint16 too; unit stride along their rows. packed: of b, see `panels`.
     """
     (m, k), n = a.shape, b.shape[1]
     a, b = _dense(a), _dense(b)
     blocks = max(1, -(-k // BLOCK))
     rows = max(BLOCK, host().l2 // 2 // (blocks * BLOCK_BYTES) * BLOCK)
     columns = GROUP * BLOCK  # with one block of rows each panel of b is used once, so it need not be kept
-    if m > rows:
+    if packed:
+        columns = -(-n // BLOCK) * BLOCK
+    elif m > rows:
         columns = max(columns, max(host().l2, min(8 << 20, host().l3 // 2)) // (blocks * BLOCK_BYTES) * BLOCK)
-    work_a, work_b = _memory("a", blocks, min(rows, m)), _memory("b", blocks, min(columns, n))
+    work_a = _memory("a", blocks, min(rows, m))
+    work_b = packed or _memory("b", blocks, min(columns, n))
     what, other = finish
     halves, numbers = (_NO_HALVES, flat(out)) if out.dtype == np.float32 else (flat(out), _NO_NUMBERS)
     beside = halves if other is None else flat(other)
     beside_row = 0 if other is None else _row(other)
     _compile()
-    pairs_product(UNITS[unit], _SHAPES, a, b, bias, accumulate, what if numbers is _NO_NUMBERS else SUMS, numbers, halves, _row(out),
-                  beside, beside_row, rows, columns, work_a, work_b)
+    what = what if numbers is _NO_NUMBERS else SUMS
+    pairs_product(UNITS[unit], _SHAPES, a, b, bias, accumulate, what, numbers, halves, _row(out), beside, beside_row, rows,
+                  columns, work_a, work_b, packed > 0)
+
+
+def panels(b):
+    """Address of all panels of b (uint16), if it is one that doesn't change for now; else 0."""
+    k, n = b.shape
+    return kept.panels(b, -(-k // BLOCK) * -(-n // BLOCK) * (BLOCK_BYTES // HALF), np.uint16, _pack)
+
+
+def _pack(b, target):
+    """The panels are those of a product without rows."""
+    _compile()
+    b = _dense(b)
+    pairs_product(AVX512, _SHAPES, b[:0].reshape(0, b.shape[0]), b, _NO_HALVES, False, SUMS, _NO_NUMBERS, _NO_HALVES, 0,
+                  _NO_HALVES, 0, BLOCK, -(-b.shape[1] // BLOCK) * BLOCK, target, target, False)
 
 
 @jit
 def pairs_product(unit, shapes, a, b, bias, accumulate, what, numbers, halves, row, other, other_row, block_rows,
-                  block_columns, work_a, work_b):
+                  block_columns, a_panels, b_panels, is_packed):
     """See `run`. what: SUMS, into numbers (float32); or NOTHING, ADD or GELU, into halves and other (uint16): flat
-    memory, `row` and `other_row` elements from one row to the next. a and b have unit stride along a side. work_a,
-    work_b: memory for the panels of block_rows of a and of block_columns of b (multiples of 32), all of k deep.
+    memory, `row` and `other_row` elements from one row to the next. a and b have unit stride along a side. a_panels,
+    b_panels: addresses of memory for the panels of block_rows of a and of block_columns of b (multiples of 32), all of
+    k deep. is_packed: b_panels holds those of all columns.
     """
     m, k = a.shape
     n = b.shape[1]
     zero = n - n
     blocks = -(-k // BLOCK)
     panel_bytes = blocks * BLOCK_BYTES
-    a_panels, b_panels = address(work_a), address(work_b)
     a_row, a_k, b_k, b_column = a.strides[0], a.strides[1], b.strides[0], b.strides[1]
     a_along, b_along = a_k == HALF, b_k == HALF and b_column != HALF
     sums = np.empty(BLOCK * BLOCK, np.float32)
@@ -72,7 +92,7 @@ def pairs_product(unit, shapes, a, b, bias, accumulate, what, numbers, halves, r
     begin(unit, address(shapes))
     for j0 in range(0, n, block_columns):
         width = min(block_columns, n - j0)
-        for j in range(0, width, GROUP * BLOCK):
+        for j in range(0, 0 if is_packed else width, GROUP * BLOCK):
             for t in range(blocks):
                 for jj in range(j, min(j + GROUP * BLOCK, width), BLOCK):
                     ahead = min(BLOCK, k - (t + 1) * BLOCK)
@@ -122,14 +142,16 @@ def _finish(what, accumulate, sums, starts, rows, columns, numbers, halves, firs
         return
     for i in range(rows):
         if what == ADD:
-            round_line_with(at_sums + i * BLOCK * 4, at_starts, at_other + i * other_row * HALF, at + i * row * HALF, columns)
+            round_line_with(at_sums + i * BLOCK * 4, at_starts, at_other + i * other_row * HALF, at + i * row * HALF,
+                            columns)
         else:
             round_line(at_sums + i * BLOCK * 4, at_starts, none, at + i * row * HALF, columns)
     if what == GELU:
         for j in range(rows * BLOCK):
             sums[j] = erf_value(sums[j])
         for i in range(rows):
-            round_line(at_sums + i * BLOCK * 4, at_starts + (starts.size - BLOCK) * 4, none, at_other + i * other_row * HALF, columns)
+            round_line(at_sums + i * BLOCK * 4, at_starts + (starts.size - BLOCK) * 4, none,
+                       at_other + i * other_row * HALF, columns)
 
 
 def _compile():
@@ -142,11 +164,12 @@ def _compile():
 
 
 def _compile_once():
-    word, halves, line = types.int64, types.uint16, types.Array(types.uint16, 1, "C")
-    operand = types.Array(halves, 2, "A", readonly=True)
+    word, line = types.int64, types.Array(types.uint16, 1, "C")
+    shapes, numbers = types.Array(types.uint8, 1, "C", readonly=True), types.Array(types.float32, 1, "C")
+    operand, bias = (types.Array(types.uint16, dims, "A", readonly=True) for dims in (2, 1))
     pairs_product.disable_compile(False)
-    pairs_product.compile((word, types.Array(types.uint8, 1, "C", readonly=True), operand, operand, types.Array(halves, 1, "A", readonly=True),
-                           types.boolean, word, types.Array(types.float32, 1, "C"), line, word, line, word, word, word, line, line))
+    pairs_product.compile((word, shapes, operand, operand, bias, types.boolean, word, numbers, line, word, line, word,
+                           word, word, word, word, types.boolean))
     pairs_product.disable_compile()
 
 
@@ -160,10 +183,11 @@ def _row(x):
 
 
 def _memory(name, blocks, lines):
+    """Address of this thread's memory for panels of so many lines; the memory grows and is kept."""
     need = blocks * -(-lines // BLOCK) * BLOCK_BYTES
     if getattr(_local, name, _NO_HALVES).nbytes < need:
         setattr(_local, name, aligned_zeros(need // HALF, np.uint16))
-    return getattr(_local, name)
+    return getattr(_local, name).ctypes.data
 
 
 _local, _compiling, _ready = threading.local(), threading.Lock(), []

@@ -6,8 +6,9 @@ import numpy as np
 from numba import types
 
 from .dtypes import is_bfloat16
-from .gemm_blocked import GAP, GROUP, blocked_product
+from .gemm_blocked import GAP, GROUP, blocked_product, pack_whole
 from .gemm_finish import NOTHING
+from .gemm_kept import kept
 from .host import host
 from .vector import TILE_ROWS
 
@@ -41,16 +42,20 @@ class Plan:
         stored = types.uint16 if is_narrow else element
         operand = types.Array(stored, 2, "A", readonly=True)
         word = types.int64
+        pack_whole.disable_compile(False)
+        pack_whole.compile((stored, operand, word, word))
+        pack_whole.disable_compile()
         blocked_product.disable_compile(False)
         blocked_product.compile((element, operand, operand, types.Array(element, 2, "A"),
                                  types.Array(stored, 1, "A", readonly=True), types.boolean)
                                 + (word, types.Array(element, 1, "C"), word) + (types.Array(element, 1, "C"), word)
-                                + (types.boolean,) + (word,) * 6)
+                                + (types.boolean,) + (word,) * 7)
         blocked_product.disable_compile()  # this form takes every layout; no other is made for C or F order
 
-    def run(self, a, b, out, bias, accumulate, finish, thin):
-        """One thread's product. thin depends on the whole product, not on the part of it that comes here."""
-        key = (a.shape, b.shape[1], thin)
+    def run(self, a, b, out, bias, accumulate, finish, thin, packed=0):
+        """One thread's product. thin depends on the whole product, not on the part of it that comes here. packed: of b,
+        see `panels`."""
+        key = (a.shape, b.shape[1], thin, packed > 0)
         blocks = getattr(self.local, "blocks", _NONE).get(key)
         if blocks is None:
             blocks = self.prepare(key)
@@ -59,23 +64,36 @@ class Plan:
             flats = self.no_other, 0, self.no_other, 0
         else:
             flats = flat(out), out.strides[0] // self.size, flat(other), other.strides[0] // self.size
-        blocked_product(self.zero, a, b, out, bias, accumulate, what, *flats, thin > 0, *blocks)
+        blocked_product(self.zero, a, b, out, bias, accumulate, what, *flats, thin > 0, packed, *blocks)
 
     def prepare(self, key):
         """Block sizes and this thread's memory for one shape; both are kept."""
-        (m, k), n, thin = key
-        kc = -(-k // -(-k // (thin or self.deepest)))
+        (m, k), n, thin, is_packed = key
+        kc = self.depth(k, thin)
         mc = max(TILE_ROWS, self.elements_a // kc)
         mc = -(-m // -(-m // mc))
-        nc = max(self.group, self.elements_b // kc // self.group * self.group)
-        kept = self.group if mc >= m else min(nc, n + self.group)
+        nc = n if is_packed else max(self.group, self.elements_b // kc // self.group * self.group)
+        held = 0 if is_packed else self.group if mc >= m else min(nc, n + self.group)
         gaps = (mc // TILE_ROWS + 2) * GAP // self.size
         own = self.local
         if not hasattr(own, "blocks") or len(own.blocks) > 1000:
             own.blocks = {}
-        addresses = self.memory((k if thin else kc) * mc + gaps, kc * kept, n + self.group)
+        addresses = self.memory((k if thin else kc) * mc + gaps, kc * held, n + self.group)
         own.blocks[key] = (kc, mc, nc, *addresses)
         return own.blocks[key]
+
+    def depth(self, k, thin=0):
+        """Block size along k."""
+        return -(-k // -(-k // (thin or self.deepest)))
+
+    def panels(self, b):
+        """Address of all panels of b, if it is one that doesn't change for now; else 0."""
+        k, n = b.shape
+        size = k * -(-n // self.panel) * self.panel + 2 * self.group  # packing writes up to a vector beyond
+        return kept.panels(b, size, self.dtype, self.pack)
+
+    def pack(self, b, target):
+        pack_whole(b.dtype.type(0), b, self.depth(b.shape[0]), target)
 
     def memory(self, *elements):
         """Addresses of this thread's panels of A, panels of B and bias; replaced when too small."""
@@ -109,16 +127,17 @@ def flat(x):
     return np.lib.stride_tricks.as_strided(x, (length,), (x.itemsize,))
 
 
-def split(a, b, out, bias, accumulate, finish, thin, threads):
-    """Tasks for `threads` threads: a grid of blocks of out that repeats as little packing as possible."""
+def split(a, b, out, bias, accumulate, finish, thin, threads, packed=0):
+    """Tasks for `threads` threads: a grid of blocks of out that repeats as little packing as possible. With b packed
+    already, rows only."""
     m, n = out.shape
     grids = [(i, threads // i) for i in range(1, threads + 1) if threads % i == 0 and (i == 1 or not thin)]
-    over_m, over_n = min(grids, key=lambda grid: (m / grid[0] + n / grid[1], grid))
+    over_m, over_n = (threads, 1) if packed else min(grids, key=lambda grid: (m / grid[0] + n / grid[1], grid))
     rows = [m * i // over_m for i in range(over_m + 1)]
     columns = [n * i // over_n for i in range(over_n + 1)]
     what, other = finish
     return [(a[r:r2], b[:, c:c2], out[r:r2, c:c2], bias[c:c2], accumulate,
-             (what, None if other is None else other[r:r2, c:c2]), thin)
+             (what, None if other is None else other[r:r2, c:c2]), thin, packed)
             for r, r2 in zip(rows, rows[1:]) for c, c2 in zip(columns, columns[1:]) if r < r2 and c < c2]
 
 

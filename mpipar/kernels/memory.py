@@ -6,6 +6,7 @@ are then new pages, which the kernel has to clear and map, a tenth of a step's t
 
 import ctypes
 import functools
+import math
 
 import numpy as np
 
@@ -32,3 +33,21 @@ def aligned_zeros(size: int, dtype, alignment: int = 64) -> np.ndarray:
     raw = np.zeros(size * dtype.itemsize + alignment, np.uint8)
     skip = -raw.ctypes.data % alignment
     return raw[skip : skip + size * dtype.itemsize].view(dtype)
+
+
+_HEADER = 64  # no less than what malloc keeps beside each piece
+
+
+def passing(shape, dtype) -> np.ndarray:
+    """An array, contents undefined, that will be freed while others made after it stay, as the outputs are that backward makes again.
+
+    Those others then lie in the hole that it leaves, several to a hole, and each needs a header of its own: without room
+    for these, the last one does not fit, and a hole of its size is left over for each micro-batch in flight.
+    """
+    dtype = np.dtype(dtype)
+    return np.ndarray(shape, dtype, np.empty(math.prod(shape) * dtype.itemsize + _HEADER, np.uint8))
+
+
+def passing_like(x: np.ndarray) -> np.ndarray:
+    """`passing` with the shape and dtype of x."""
+    return passing(x.shape, x.dtype)

@@ -122,8 +122,8 @@ def ask(context, where, step, count):
 
 
 def _rounder(has_other):
-    """A function that rounds a line of BLOCK sums: sums = sums + starts (+ other), rounded, and out = the first `columns`
-    of them. sums, starts: float32. other, out: bfloat16, only `columns` of them are touched."""
+    """A function that rounds a line of BLOCK sums: sums = sums + starts (+ other), rounded, and out = the first
+    `columns` of them. sums, starts: float32. other, out: bfloat16, only `columns` of them are touched."""
     @intrinsic
     def round_line(context, sums, starts, other, out, columns):
         def generate(ctx, builder, signature, arguments):
@@ -163,7 +163,8 @@ def _packer(read_lines, write_lines):
             code = Pairs(builder)
             source, step, lines, depth, target = arguments
             read = code.read_lines if read_lines else code.read_steps
-            whole = builder.and_(builder.icmp_signed("==", lines, code.integer(SIDE)), builder.icmp_signed("==", depth, code.integer(2 * SIDE)))
+            whole = builder.and_(builder.icmp_signed("==", lines, code.integer(SIDE)),
+                                 builder.icmp_signed("==", depth, code.integer(2 * SIDE)))
 
             def write(words):
                 for i, word in enumerate(code.transpose(words) if read_lines != write_lines else words):
@@ -327,7 +328,8 @@ class Pairs(Code):
                 halves = self.load_halves(builder.add(source, builder.mul(self.integer(k), step)))
             else:
                 where = builder.add(source, builder.mul(self.minimum(self.integer(k), last), step))
-                halves = self.load_halves(where, builder.select(builder.icmp_signed("<", self.integer(k), depth), on, off))
+                inside = builder.icmp_signed("<", self.integer(k), depth)
+                halves = self.load_halves(where, builder.select(inside, on, off))
             return builder.zext(halves, self.words)
 
         return [builder.or_(read(2 * i), builder.shl(read(2 * i + 1), shift)) for i in range(SIDE)]

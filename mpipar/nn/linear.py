@@ -6,6 +6,7 @@ import numpy as np
 
 from mpipar.kernels.elementwise import column_sum
 from mpipar.kernels.gemm import gemm
+from mpipar.kernels.memory import passing_like
 from mpipar.nn.layer import Layer, run_or_defer
 from mpipar.nn.parameter import Parameter
 
@@ -35,7 +36,7 @@ class Linear(Layer):
         """(y, GeLU(y)): the activation is applied while y is still in the cache."""
         weight = matrix(self.weight.data)
         y = np.empty((*x.shape[:-1], weight.shape[1]), x.dtype)
-        active = np.empty_like(y)
+        active = passing_like(y)
         bias = None if self.bias is None else self.bias.data.reshape(-1)
         gemm(rows(x), weight, rows(y), bias=bias, gelu=rows(active))
         return y, active

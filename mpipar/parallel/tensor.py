@@ -22,6 +22,7 @@ from mpipar.kernels.embedding import add_positions, embedding_backward, embeddin
 from mpipar.kernels.gelu import gelu_forward
 from mpipar.kernels.gemm import gemm
 from mpipar.kernels.loss import cross_entropy_backward, cross_entropy_sums, row_max
+from mpipar.kernels.memory import passing_like
 from mpipar.nn.initial import Constant, Initial, Normal
 from mpipar.nn.layer import Layer, run_or_defer
 from mpipar.nn.linear import Linear, rows
@@ -96,7 +97,7 @@ class RowParallelLinear(Linear):
         if self.group.size == 1:
             return super().forward_gelu(x)
         y, _ = self.forward(x)
-        return y, gelu_forward(y, np.empty_like(y))
+        return y, gelu_forward(y, passing_like(y))
 
     # Backward is Linear's: dx = dy W^T are this rank's columns, and nothing is sent.
 

@@ -1,5 +1,6 @@
 """What a step means: the mean over the global batch, divided once, whatever the micro-batches and ranks."""
 
+import contextlib
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ from mpipar.data import Arrays, Batch, RandomTokens
 from mpipar.engine.checksum import global_state, parameters_sha256
 from mpipar.engine.optimizer import SGD, AdamW
 from mpipar.engine.trainer import Trainer
+from mpipar.kernels.gemm_kept import kept
 from mpipar.models.gpt import GPT
 from mpipar.parallel.pipeline.schedule import SCHEDULES, SEVERAL_CHUNKS, build, placement
 
@@ -178,6 +180,25 @@ def test_a_last_batch_of_one_sample_over_three_ranks(comm):
         batch = source.batch(step)
         assert t.step(batch).loss == pytest.approx(alone.step(batch).loss, rel=1e-12)
     assert batch.size == 1 and alone.evaluate([batch]) == pytest.approx(t.evaluate([batch]), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_packed_once_a_step(monkeypatch, dtype):
+    """Once for forward and once for backward, however many micro-batches; the bits are those without."""
+    options = dict(dtype=dtype, optimizer=AdamW(lr=1e-2), dim=64)
+    one, three = trainer(micro_batches=1, **options), trainer(micro_batches=3, **options)
+    made = kept.made
+    one.step(tokens())
+    assert kept.made == made
+    for step in range(1, 4):
+        three.step(tokens(seed=step))
+        assert made < kept.made <= made + step * 2 * (4 * 4 + 1)  # four layers of four matrices, and the head
+    packed, again = kept.made - made, trainer(micro_batches=3, **options)
+    monkeypatch.setattr("mpipar.engine.trainer.unchanged", lambda *arrays: contextlib.nullcontext())
+    for step in range(1, 4):
+        again.step(tokens(seed=step))
+    assert packed % 3 == 0 and kept.made - made == packed
+    assert parameters_sha256(again.model) == parameters_sha256(three.model)
 
 
 def test_clipping_makes_the_norm_the_limit():
