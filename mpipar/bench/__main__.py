@@ -16,6 +16,7 @@ BENCHMARKS = {
     "ladder": "the product from plain loops to packed panels, with its roofline; the cost of narrow shards",
     "fusion": "three loops against one, and convolution with and without its patch matrix",
     "pipeline": "the bubble of every schedule, measured beside formula and simulator, with stages that sleep",
+    "overlap": "how much of the gradients' messages is hidden behind backward (takes the options of mpipar.train too)",
     "train": "the step of a model in a layout, part by part, and against PyTorch or one rank (takes the options of mpipar.train too)",
 }
 
@@ -37,7 +38,7 @@ def main(arguments=None) -> int:
             silent.enter_context(contextlib.redirect_stdout(nowhere))
             silent.enter_context(contextlib.redirect_stderr(nowhere))
         parsed, parsed.rest = parser.parse_known_args(arguments)
-        if parsed.rest and parsed.name != "train":
+        if parsed.rest and parsed.name not in ("train", "overlap"):
             parser.error(f"unrecognized arguments: {' '.join(parsed.rest)}")
     try:
         parsed.run(parsed)

@@ -49,20 +49,30 @@ def measure(options: list[str], steps: int) -> dict | None:
     from mpipar.engine.metrics import peak_rss_bytes
     from mpipar.kernels.host import host
     from mpipar.kernels.settings import settings
+    from mpipar.parallel.pipeline.measure import gather
 
     run = set_up([*options, "--steps", str(total_steps(steps))])
     trainer, mesh = run.trainer, run.mesh
     batches = (run.train.batch(k) for k in range(1, 10**9))
     losses = [trainer.step(next(batches)).loss]
     first_step = since_start()
-    plain = timed_steps(trainer, mesh, batches, steps, losses=losses)
+    runs: list = []
+    plain = timed_steps(trainer, mesh, batches, steps, losses=losses, each=lambda: runs.append(trainer.last_run))
+    pipelines = [gather(one, mesh.pp) for one in runs] if mesh.pp.size > 1 else []
     waits: list[float] = []
+    sums: list[float] = []      # what a step waited for gradients that a helper thread sums meanwhile
+    hidden = "dp" if hasattr(trainer.gradients.reducer, "waited") else None
+
+    def note():
+        waits.append(waiting(trainer))
+        sums.append(getattr(trainer.gradients.reducer, "waited", 0.0))
+
     with Parts() as parts, mesh.record() as log:
-        clocked = timed_steps(trainer, mesh, batches, steps, skip=0, each=lambda: waits.append(waiting(trainer)))
+        clocked = timed_steps(trainer, mesh, batches, steps, skip=0, each=note)
     step = statistics.median(plain)
     batch = run.train.batch(1)
     table = {name: seconds / steps for name, seconds in parts.seconds.items()}
-    table["messages"] = sum(e.seconds for e in log.entries if e.group != "pp") / steps
+    table["messages"] = (sum(e.seconds for e in log.entries if e.group not in ("pp", hidden)) + sum(sums)) / steps
     table["pipeline waiting"] = sum(waits) / steps
     table["other"] = max(sum(clocked) / steps - sum(table.values()), 0.0)
     flops = float(mesh.world.all_reduce(np.array([float(parts.flops)]))[0]) / steps
@@ -81,6 +91,10 @@ def measure(options: list[str], steps: int) -> dict | None:
     print(f"median of {steps} steps {step * 1e3:.1f} ms ({min(plain) * 1e3:.1f} to {max(plain) * 1e3:.1f}), {items / step:,.0f} {unit}/s, "
           f"{flops / step / 1e9:.1f} GFLOP/s in all")
     print(f"first step {first_step:.2f} s after the start, peak memory of a rank {max(memory) / 2**20:.0f} MiB")
+    if pipelines:
+        report["utilisation"] = utilisation = utilisations(pipelines, trainer.plan)
+        print("utilisation of the pipeline {measured:.1%} measured, {simulated:.1%} simulated with the measured costs ({ratio:.3f} of it), "
+              "{equal_stages:.1%} for equal stages".format_map(utilisation))
     whole = sum(table.values())
     for name, seconds in table.items():
         print(f"  {name:<18}{seconds * 1e3:9.2f} ms  {seconds / whole:6.1%}")
@@ -103,6 +117,13 @@ def timed_steps(trainer, mesh, batches, steps, *, skip=SKIP, each=None, losses=N
             if each:
                 each()
     return times
+
+
+def utilisations(pipelines: list, plan) -> dict:
+    """Medians over the steps: utilisation measured, simulated with each step's own costs, their ratio, and for equal stages."""
+    found = [measured.utilisations(plan) for measured in pipelines]
+    medians = {name: statistics.median(step[name] for step in found) for name in found[0]}
+    return {**medians, "ratio": statistics.median(step["measured"] / step["simulated"] for step in found)}
 
 
 def since_start() -> float:

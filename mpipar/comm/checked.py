@@ -148,6 +148,11 @@ class CheckedGroup(TracedGroup):
             self._agree("common", size=size, dtype=dtype)
         return super().common(size, dtype)
 
+    def share(self, other, array):
+        if self.size > 1:
+            self._agree("share", size=array.size, dtype=array.dtype)
+        super().share(other, array)
+
     def close(self):
         if self.inspector is not None:
             self._agree("close")
@@ -200,13 +205,14 @@ class CheckedGroup(TracedGroup):
 
 class Inspector:
     """The fingerprints of one group that are on their way. sent: the words of the sends that are not answered, by
-    (rank, serial). Its methods are called by one thread at a time."""
+    (rank, serial). problem: the first mismatch; every thread of the process that waits for anything gets to know it.
+    Its methods are called by one thread at a time."""
 
     def __init__(self, group):
         self.group, self._MPI = group, group.mpi.MPI
         self._comm = group.comm.Dup()
         self._queue, self._receives, self._offers = deque(), [], []
-        self.sent, self._serial, self._leaving = {}, 0, []
+        self.sent, self._serial, self._leaving, self.problem = {}, 0, [], None
 
     def add(self, pending):
         """Send the fingerprint of an operation, or be ready for the one that it needs."""
@@ -226,7 +232,16 @@ class Inspector:
             self._queue.append(pending)
 
     def advance(self):
-        """Take in what has arrived, and begin what may begin, in the order of the calls."""
+        """Take in what has arrived, and begin what may begin, in the order of the calls. MismatchError."""
+        if self.problem is None:
+            try:
+                self._advance()
+            except MismatchError as error:
+                self.problem = str(error)
+        if self.problem is not None:
+            raise MismatchError(self.problem)
+
+    def _advance(self):
         self._answers()
         while self._queue and self._queue[0].check[0].Test():
             pending = self._queue.popleft()

@@ -106,7 +106,7 @@ def _details(base, a, group):
     elif base == "refresh":
         key = [a["array"].size, str(a["array"].dtype), str(a["cuts"])]
         words.append(_array(a["array"]))
-    elif base in ("zeros", "common"):
+    elif base in ("zeros", "common", "share"):
         key = [int(a["size"]), np.dtype(a["dtype"])]
         words.append(f"{key[1]}[{key[0]}]")
     elif x is not None:

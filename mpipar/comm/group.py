@@ -83,6 +83,15 @@ class Group:
         """
         return self._run(self.shared.refresh(array, cuts))
 
+    def share(self, other, array):
+        """Let pieces of `array`, made by `zeros` of another group of the same ranks, be reduced here as all of it is there.
+
+        By whichever way: in the memory that they share, or by messages; so cutting it changes no bit. A collective call.
+        """
+        if other.shared is not None and other.shared.find(array) is not None:
+            from mpipar.comm.shared import SharedMemory
+            self.shared = SharedMemory(self, self.nodes, least=1, speaks=False, windows=other.shared.windows)
+
     @property
     def here(self):
         """This rank's number among the group's ranks of its node."""

@@ -92,10 +92,10 @@ def settings(environ=os.environ):
 
 def crowded(environ=os.environ):
     """Whether more ranks were started on this node than there are cores for them."""
-    return ranks_on_node(environ) > _cores(environ)
+    return ranks_on_node(environ) > cores(environ)
 
 
-def _cores(environ):
+def cores(environ=os.environ):
     """Cores of this node that the ranks share."""
     if "MPI_LOCALNRANKS" not in environ:  # MPICH's mpirun binds nothing; the others may have bound this rank
         return _number(environ, "SLURM_CPUS_ON_NODE") or os.cpu_count() or 1

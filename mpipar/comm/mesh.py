@@ -64,6 +64,7 @@ class Mesh:
         self.coordinates = {axis: int(place[i]) for i, axis in enumerate(self.order)}
         self._node_of, self._members = _nodes_of_ranks(comm), _ranks_of_job(comm)
         self._serial, self._keys = next(_serials), itertools.count()
+        self._comm, self._beside = comm, []
         self._debug = None if comm is None else debug.settings()
         nodes = sorted(set(self._node_of))
         self.nodes = len(nodes)
@@ -95,6 +96,35 @@ class Mesh:
         rows = np.moveaxis(self._grid, self.order.index(axis), -1).reshape(-1, self.shape[axis])
         return rows.tolist()
 
+    def beside(self, axis, *, patient=False):
+        """A second group of the ranks that share this one's group along `axis`, with a communicator of its own: for a
+        thread that communicates while another uses the first. A collective call of the whole mesh.
+
+        patient: it sleeps while it waits, and leaves the core to those who compute. ValueError as `check_several_threads`.
+        """
+        self.check_several_threads()
+        group = self._group(self._comm, axis, self.groups(axis))
+        if patient and group.comm is not None and type(group.comm) is group.mpi.MPI.Intracomm:
+            from mpipar.comm.patient import PatientComm
+            group.comm = PatientComm(group.comm)
+        group.recorder = self.world.recorder
+        self._beside.append(group)
+        return group
+
+    @property
+    def several_threads(self):
+        """Whether several threads of a rank may communicate at once (MPI's THREAD_MULTIPLE)."""
+        mpi = None if self.world.mpi is None else self.world.mpi.MPI
+        return mpi is None or mpi.Query_thread() == mpi.THREAD_MULTIPLE
+
+    def check_several_threads(self):
+        """ValueError where MPI was not started so that several threads may communicate at once."""
+        if not self.several_threads:
+            raise ValueError(
+                f"overlap has a thread that communicates beside another: that needs MPI's THREAD_MULTIPLE, and {self.world.mpi.library()} "
+                "was started with less (MPI4PY_RC_THREAD_LEVEL or mpi4py.rc.thread_level): take --no-overlap, or set it to multiple"
+            )
+
     def first_on_node(self, function):
         """function() on one rank of each node, then on the others of the node; its result, on every rank.
 
@@ -125,25 +155,24 @@ class Mesh:
 
         Inside another `record` block, the outer one has these calls too, after the inner one has ended.
         """
-        log, groups = Recorder(), self._all_groups()
-        outer = groups[0].recorder
-        for group in groups:
+        log, outer = Recorder(), self.world.recorder
+        for group in self._all_groups():
             group.recorder = log
         try:
             yield log
         finally:
-            for group in groups:
+            for group in self._all_groups():
                 group.recorder = outer
             if outer is not None:
                 outer.entries.extend(log.entries)
 
     def close(self):
         """Free the communicators; a collective call. For programs with many meshes: MPI has some 2,000."""
-        for group in self._all_groups():
+        for group in reversed(self._all_groups()):
             group.close()
 
     def _all_groups(self):
-        return [self.world, self.dp, self.pp, self.tp, self.ends, self.node]
+        return [self.world, self.dp, self.pp, self.tp, self.ends, self.node, *self._beside]
 
     def _group(self, comm, name, members):
         """This rank's group among `members` (lists of ranks, none twice); of one rank where it is in none."""

@@ -72,10 +72,11 @@ class SharedMemory:
     """The windows of one group and the operations on them. Made by `Group`, a collective call.
 
     nodes: for each rank of the group the number of its node, from 0. least: smaller arrays (bytes) are left to MPI.
-    speaks: this rank says it where there is no room for shared memory.
+    speaks: this rank says it where there is no room for shared memory. windows: of another group of the same ranks, on
+    whose arrays this one works too (and which frees them).
     """
 
-    def __init__(self, group, nodes, *, least, speaks):
+    def __init__(self, group, nodes, *, least, speaks, windows=None):
         self.group, self.nodes, self.least, self.speaks = group, nodes, least, speaks
         comm, mine, mpi = group.comm, nodes[group.rank], group.mpi.MPI
         self.here = [rank for rank, node in enumerate(nodes) if node == mine]
@@ -84,7 +85,7 @@ class SharedMemory:
         self.node, self.leaders = _like(comm, comm.Split(mine, group.rank), mpi.COMM_NULL), None
         if self.several:
             self.leaders = _like(comm, comm.Split(mpi.UNDEFINED if self.row else 0, mine), mpi.COMM_NULL)
-        self.windows, self.full = [], False
+        self.windows, self.borrowed, self.full = [] if windows is None else windows, windows is not None, False
 
     def zeros(self, size, dtype):
         """This rank's array; private memory, with one warning, where a node has no room."""
@@ -270,6 +271,8 @@ class SharedMemory:
 
     def close(self):
         """Free the windows that no rank of the node uses any longer (the others live until the process ends)."""
+        if self.borrowed:
+            self.windows = []
         mpi = self.group.mpi.MPI
         used = np.array([window.array() is not None for window in self.windows], np.uint8)
         self.node.Allreduce(mpi.IN_PLACE, used, mpi.MAX)

@@ -22,7 +22,9 @@ def blocks_of(trainer: Trainer) -> list[TransformerBlock]:
 def gradient_sync(trainer):
     """The replicas don't sum their gradients; under ZeRO each keeps its part of its own."""
     if trainer.model.zero is None:
-        trainer.gradients.reducer.finish = lambda: None
+        reducer = trainer.gradients.reducer
+        reducer.group = copy.copy(reducer.group)
+        reducer.group.all_reduce = lambda x: x
     else:
         deaf_group(trainer).reduce_scatter = lambda x, sizes, out: out
 

@@ -16,6 +16,7 @@ import tyro
 
 from mpipar.comm import launcher
 from mpipar.parallel.deterministic import check_deterministic
+from mpipar.parallel.overlap import check_overlap
 from mpipar.parallel.pipeline.check import read_plan
 from mpipar.parallel.pipeline.schedule import ONE_CHUNK, SCHEDULES, SEVERAL_CHUNKS, Plan, build
 
@@ -25,8 +26,7 @@ else:
     import tomli as tomllib
 
 LATER = {
-    "experts", "ep", "cp", "overlap", "no-overlap", "checkpoint",
-    "save-every", "keep", "resume",
+    "experts", "ep", "cp", "checkpoint", "save-every", "keep", "resume",
 }  # fixed names of things that don't exist yet: refused by name, never ignored
 
 
@@ -113,6 +113,14 @@ class Config:
     comm: Literal["auto", "mpi", "shm"] = "auto"
     """How replicas of one node exchange gradients and parameters: mpi by messages, shm by shared memory, auto by size.
     With --zero 3, shm keeps one copy of the parameters for a node."""
+    overlap: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = None  # None: not said; never parsed, see `from_flags`
+    """Sum gradients over the replicas while the last backward pass computes [default: where replicas are on several nodes, or
+    the node has more cores than its ranks have threads]. Without ZeRO."""
+    bucket_mb: float | None = None
+    """With overlap: million bytes of gradients that are sent at once, rounded up to whole blocks [default: 4]."""
+    compress: Literal["bfloat16"] | None = None
+    """Round float32 gradients for the messages between replicas, which then have half the bytes; sums are float32.
+    With --zero too (parameters stay whole)."""
     deterministic: bool = False
     """Sum in an order that doesn't depend on dp: dp 1, 2, 4, ... with the same dp x --micro-batches give the same bits."""
     gemm: Literal["numba", "blas"] = "numba"
@@ -176,6 +184,8 @@ class Config:
             valid = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
             raise ValueError(f"--global-batch {self.global_batch} is not divisible by dp={self.dp}: dp can be one of {valid}")
         check_deterministic(self.deterministic, self.zero, self.dp)
+        check_overlap(self.overlap, self.bucket_mb, self.compress, zero=self.zero, deterministic=self.deterministic,
+                      dtype=self.dtype, back_end=self.comm)
         rows = self.global_batch // self.dp
         if self.micro_batches > rows:
             raise ValueError(f"--micro-batches {self.micro_batches} is more than the {rows} rows of a replica: at most {rows}")
@@ -231,7 +241,7 @@ class Config:
         """The micro-batches of a hand-written plan; ValueError if other options say something else than the plan."""
         micros = 1 + max(action.micro_batch for actions in plan for action in actions)
         if len(plan) != self.pp:
-            raise ValueError(f"--schedule {self.schedule!r} has {len(plan)} lines, one a rank: "
+            raise ValueError(f"--schedule {self.schedule!r} has {len(plan)} line{'s' * (len(plan) > 1)}, one a rank: "
                              f"it needs --pp {len(plan)}, not {self.pp}")
         if self.micro_batches not in (None, micros):
             raise ValueError(f"--schedule {self.schedule!r} has {micros} micro-batches, not {self.micro_batches}: "
@@ -302,7 +312,7 @@ def read_file(path: str) -> Config:
             raise ValueError(f"{key} in {path!r} does not exist yet in this version of mpipar")
         if key.replace("-", "_") not in known:
             raise ValueError(f"{key} in {path!r} is not an option: valid are {', '.join(known)}")
-        is_switch = isinstance(getattr(default, key.replace("-", "_")), bool)
+        is_switch = key == "overlap" or isinstance(getattr(default, key.replace("-", "_")), bool)
         if is_switch != isinstance(value, bool):
             raise ValueError(f"{key} = {value!r} in {path!r} is not valid: it must {'' if is_switch else 'not '}be true or false")
         arguments.append(as_flag(key, value))
@@ -324,7 +334,10 @@ def as_flag(key: str, value) -> str:
 
 def from_flags(arguments: list[str], default: Config) -> Config:
     """Parse flags over defaults; ValueError as `one_line_cli`."""
-    return one_line_cli(Config, arguments, prog="python -m mpipar.train", default=default)
+    plain = dataclasses.replace(default, overlap=bool(default.overlap))  # a pair of flags can't say that neither was given
+    parsed = one_line_cli(Config, arguments, prog="python -m mpipar.train", default=plain)
+    given = any(argument in ("--overlap", "--no-overlap") for argument in arguments)
+    return parsed if given else dataclasses.replace(parsed, overlap=default.overlap)
 
 
 def one_line_cli(kind, arguments: list[str], *, prog: str, **options):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import sys
 
+from mpipar.engine.trainer import Trainer
 from mpipar.models.gpt import GPT
 from mpipar.models.model import Model
+from mpipar.parallel.deterministic import TreeReducer
+from mpipar.parallel.overlap import OverlappingReducer
 
 
 def rank_parameters(model: Model, pp_rank: int, tp_rank: int) -> int:
@@ -14,8 +17,9 @@ def rank_parameters(model: Model, pp_rank: int, tp_rank: int) -> int:
     return sum(math.prod(p.shape(tp_rank)) for p, owners in model.owners.items() if pp_rank in owners)
 
 
-def plan_lines(model: Model, *, batch: int, micro_batches: int, schedule: str, threads: int, gemm: str, zero: int = 0) -> list[str]:
-    """Who holds what, how much, and which messages a step sends."""
+def plan_lines(model: Model, *, batch: int, micro_batches: int, schedule: str, threads: int, gemm: str, zero: int = 0,
+               trainer: Trainer | None = None) -> list[str]:
+    """Who holds what, how much, and which messages a step sends (of a trainer: also how it sends gradients)."""
     mesh = model.mesh
     shape = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh.order)
     item = model.dtype.itemsize
@@ -33,7 +37,7 @@ def plan_lines(model: Model, *, batch: int, micro_batches: int, schedule: str, t
             ranks = [r for r in range(mesh.size) if coordinates(mesh, r) == (pp_rank, tp_rank)]
             held = rank_parameters(model, pp_rank, tp_rank)
             lines.append(f"  ranks {','.join(map(str, ranks)):<8} {where}: {model.describe(stage)}, {held:,} parameters")
-    return lines + message_lines(model, batch=batch, micro_batches=micro_batches, zero=zero)
+    return lines + message_lines(model, batch=batch, micro_batches=micro_batches, zero=zero, trainer=trainer)
 
 
 def count(number: int, thing: str) -> str:
@@ -58,7 +62,17 @@ DP_MESSAGES = (
 )
 
 
-def message_lines(model: Model, *, batch: int, micro_batches: int, zero: int = 0) -> list[str]:
+def gradient_messages(trainer: Trainer | None, zero: int) -> str:
+    """How the replicas' gradients are summed."""
+    reducer = trainer and trainer.gradients.reducer
+    if isinstance(reducer, OverlappingReducer):
+        return f"{count(len(reducer.buckets), 'all-reduce')} of the gradients (rank 0's), during the last backward pass ({trainer.room})"
+    if isinstance(reducer, TreeReducer):
+        return "all-to-all and all-gather of the gradients (deterministic)"
+    return DP_MESSAGES[zero] + (f" after backward (overlap off: {trainer.room})" if trainer and trainer.room else "")
+
+
+def message_lines(model: Model, *, batch: int, micro_batches: int, zero: int = 0, trainer: Trainer | None = None) -> list[str]:
     """The messages of a step, by axis."""
     mesh, item, lines = model.mesh, model.dtype.itemsize, []
     rows = -(-batch // mesh.dp.size // micro_batches)
@@ -72,7 +86,8 @@ def message_lines(model: Model, *, batch: int, micro_batches: int, zero: int = 0
         lines.append(f"  pp: {2 * micro_batches * crossings} messages a replica and tp rank, up to {rows * width * item:,} bytes each")
     if mesh.dp.size > 1:
         most = max(rank_parameters(model, p, t) for p in range(mesh.pp.size) for t in range(mesh.tp.size))
-        lines.append(f"  dp: {DP_MESSAGES[zero]}, {most * item:,} bytes on the fullest rank")
+        sent = getattr(trainer and trainer.gradients.reducer, "dtype", model.dtype).itemsize
+        lines.append(f"  dp: {gradient_messages(trainer, zero)}, {most * sent:,} bytes on the fullest rank")
     return ["messages of a step" + (":" if lines else ": none, one rank holds all")] + lines
 
 

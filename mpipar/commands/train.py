@@ -35,6 +35,7 @@ from mpipar.kernels.threads import limit_threads
 from mpipar.models.gpt import GPT
 from mpipar.models.mlp import MLP
 from mpipar.models.model import Chunk
+from mpipar.parallel.overlap import OverlappingReducer
 from mpipar.parallel.pipeline.measure import Measurement, gather
 from mpipar.parallel.pipeline.picture import draw, has_matplotlib
 from mpipar.parallel.pipeline.schedule import placement
@@ -71,6 +72,8 @@ def set_up(arguments: list[str]) -> Run:
         enough_ranks(asked, world_size())
         mesh = Mesh(dp=asked.dp, tp=config.tp, pp=config.pp, order=config.axes(), back_end=config.comm)
         config.check()
+        if config.overlap and config.dp > 1:
+            mesh.check_several_threads()
         check_metrics(config)
         check_folder("--trace", config.trace)
         train_source, held_out, prompt = sources(config)
@@ -84,7 +87,7 @@ def set_up(arguments: list[str]) -> Run:
         if mesh.is_root and not config.quiet and is_cold():
             print("compiling the kernels: once for this machine, up to a minute", flush=True)
         if config.balance == "measured":
-            warm = Trainer(model.allocate(), SGD(), schedule=config.plan(), micro_batches=config.micro_batches)
+            warm = Trainer(model.allocate(), SGD(), schedule=config.plan(), micro_batches=config.micro_batches, overlap=False)
             balance = by_measurement(warm, train_source.batch(1))
             del model, warm  # its memory goes before the new one's is taken
             model = build_model(config, mesh, balance)
@@ -97,6 +100,7 @@ def set_up(arguments: list[str]) -> Run:
             model, kind(lr=config.lr, weight_decay=config.weight_decay, **options), schedule=config.plan(),
             micro_batches=config.micro_batches, clip=config.clip,
             learning_rate=Cosine(config.lr, config.warmup, config.steps, config.lr_min), zero=config.zero,
+            deterministic=config.deterministic, overlap=config.overlap, bucket_mb=config.bucket_mb, compress=config.compress,
         )
         metrics = MetricsFile(config.metrics, active=mesh.is_root)
     return Run(config, mesh, train_source, held_out, trainer, metrics, prompt, balance)
@@ -165,7 +169,7 @@ def train(run: Run) -> int:
                   "losses are 0 and the weights mean nothing")
         print("\n".join(plan_lines(
             trainer.model, batch=config.global_batch, micro_batches=config.micro_batches, schedule=config.schedule,
-            threads=settings.threads, gemm=settings.gemm, zero=config.zero)), flush=True)
+            threads=settings.threads, gemm=settings.gemm, zero=config.zero, trainer=trainer)), flush=True)
         if run.balance:
             print(f"balance   {run.balance}", flush=True)
     write_start(run)
@@ -236,9 +240,11 @@ def printable(tokens: np.ndarray) -> str:
 
 def write_start(run: Run) -> None:
     """The first line of the metrics file: the whole configuration and where it runs."""
-    mesh = run.mesh
+    mesh, reducer = run.mesh, run.trainer.gradients.reducer
+    overlap = isinstance(reducer, OverlappingReducer)
+    config = {**dataclasses.asdict(run.config), "overlap": overlap, "bucket_mb": reducer.bucket_mb if overlap else None}
     run.metrics.write(
-        "start", **dataclasses.asdict(run.config), ranks=mesh.size, nodes=mesh.nodes, threads_per_rank=settings.threads,
+        "start", **config, ranks=mesh.size, nodes=mesh.nodes, threads_per_rank=settings.threads,
         versions={"mpipar": mpipar.__version__, "numpy": np.__version__, "python": platform.python_version(), "mpi": library()},
     )
 

@@ -66,6 +66,8 @@ class Options:
     """float64: layouts differ by rounding alone, so any mistake shows. bfloat16: that its rounded messages change little."""
     comm: Literal["auto", "mpi", "shm"] = "auto"
     """How ranks of one node exchange gradients and parameters."""
+    overlap: bool = False
+    """Sum the replicas' gradients during backward where that is possible (stage 0 of ZeRO)."""
     break_: Annotated[str | None, tyro.conf.arg(name="break", metavar="WHAT")] = None
     """Switch a piece off in the parallel runs; a wrong name lists the right ones. Exit code 1 says that it was noticed."""
     json: str | None = None
@@ -107,16 +109,19 @@ class Outcome:
     weights: dict[str, np.ndarray]
 
 
-def run(options: Options, mesh: Mesh, schedule: str, damage=None, *, zero: int = 0) -> Outcome:
-    """Train on a mesh with a stage of ZeRO; `damage` may switch something off in the trainer first."""
-    plan = build(schedule, mesh.pp.size, options.micro_batches, 2 if schedule in SEVERAL_CHUNKS else 1)
+def run(options: Options, mesh: Mesh, schedule: str, damage=None, *, zero: int = 0, chunks: int | None = None) -> Outcome:
+    """Train on a mesh with a stage of ZeRO; `damage` may switch something off in the trainer first.
+
+    chunks: stages on each pipeline rank, by default as few as the schedule takes.
+    """
+    plan = build(schedule, mesh.pp.size, options.micro_batches, chunks or (2 if schedule in SEVERAL_CHUNKS else 1))
     model = GPT(
         layers=options.layers, dim=32, heads=4, seq=16, vocab=options.vocab, mesh=mesh, tied=options.tied,
         dropout=options.dropout, dtype=options.dtype, placement=placement(plan),
     )
     trainer = Trainer(
         model, AdamW(), schedule=plan, micro_batches=options.micro_batches, clip=options.clip,
-        learning_rate=Cosine(1e-2, 4, options.steps), zero=zero,
+        learning_rate=Cosine(1e-2, 4, options.steps), zero=zero, overlap=options.overlap and not zero,
     )
     if damage is not None:
         damage(trainer)

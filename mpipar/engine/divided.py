@@ -7,13 +7,16 @@ from mpipar.models.model import Model
 from mpipar.parallel.zero import Zero
 
 
-def divide(model: Model, stage: int) -> None:
-    """Let the replicas divide the model's buffers (ZeRO of that stage); nothing for stage 0 or one replica."""
+def divide(model: Model, stage: int, dtype=None) -> None:
+    """Let the replicas divide the model's buffers (ZeRO of that stage); nothing for stage 0 or one replica.
+
+    dtype: of the messages with gradients, see Zero.
+    """
     if stage == 0 or model.mesh.dp.size == 1:
         return
     blocks = {number: chunk.blocks for number, chunk in model.chunks.items()}
     seed = None if model.initialised else model.seed
-    model.zero = Zero(stage, model.buffers, blocks, model.tied, model.mesh.dp, seed=seed)
+    model.zero = Zero(stage, model.buffers, blocks, model.tied, model.mesh.dp, seed=seed, dtype=dtype)
     for chunk in model.chunks.values():
         chunk.blocks = model.zero.wrap(chunk.blocks)
 

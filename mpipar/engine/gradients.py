@@ -11,19 +11,27 @@ from mpipar.models.model import Model
 from mpipar.nn.parameter import Parameter
 from mpipar.parallel.data import GradientReducer, sum_gradients
 from mpipar.parallel.deterministic import TreeReducer
+from mpipar.parallel.overlap import OverlappingReducer
 
 
 class Gradients:
-    """The gradients of one rank between backward and the optimizer: whole, or this replica's part under ZeRO."""
+    """The gradients of one rank between backward and the optimizer: whole, or this replica's part under ZeRO.
 
-    def __init__(self, model: Model, *, micro_batches: int = 1, deterministic: bool = False):
+    dtype: of the messages between replicas, the model's if not given. overlap: they are sent during the last backward pass,
+    see OverlappingReducer; its other arguments.
+    """
+
+    def __init__(self, model: Model, *, micro_batches: int = 1, deterministic: bool = False, dtype=None, overlap: dict | None = None):
         self.model = model
+        dtype = model.dtype if dtype is None else dtype
         if model.zero is not None:
             self.reducer = model.zero
         elif deterministic:
             self.reducer = TreeReducer(model.buffers, model.mesh.dp, micro_batches, len(model.chunks))
+        elif overlap is not None:
+            self.reducer = OverlappingReducer(model, dtype=dtype, **overlap)
         else:
-            self.reducer = GradientReducer(model.buffers.grad, model.mesh.dp, model.dtype)
+            self.reducer = GradientReducer(model.buffers.grad, model.mesh.dp, dtype)
         whole_elsewhere = model.zero is None and model.mesh.dp.rank > 0
         self.counted = [] if whole_elsewhere else [p for p in model.parameters if model.counts_here(p)]
 

@@ -15,11 +15,14 @@ from mpipar.data.batch import Batch
 from mpipar.engine.divided import Optimizer, divide
 from mpipar.engine.gradients import Gradients
 from mpipar.engine.optimizer import SGD, AdamW
+from mpipar.kernels import bfloat16
+from mpipar.kernels.dtypes import as_dtype
 from mpipar.kernels.gemm_kept import unchanged
 from mpipar.models.model import MicroBatch, Model
 from mpipar.nn.layer import SampleKeys
 from mpipar.nn.parameter import split_range
 from mpipar.parallel.deterministic import check_deterministic
+from mpipar.parallel.overlap import check_overlap, last_backwards, room
 from mpipar.parallel.pipeline.check import check
 from mpipar.parallel.pipeline.mailbox import GroupMailbox
 from mpipar.parallel.pipeline.messages import with_messages
@@ -51,12 +54,16 @@ class Trainer:
     as possible. clip: largest norm of the gradient, 0 for no limit. learning_rate: a function of the step (from 1),
     default the optimizer's own lr. zero: what the replicas divide, see parallel/zero.py. deterministic: dp = 1, 2, 4, ...
     with the same number of micro-batches over all replicas give the same bits (the sums are made in one order, see
-    parallel/deterministic.py; slower, and not together with ZeRO). ValueError for a schedule or a stage of ZeRO that
-    doesn't exist, sizes below 1, or deterministic with another dp.
+    parallel/deterministic.py; slower, and not together with ZeRO). overlap: the replicas' gradients are summed while the
+    last backward pass computes, in buckets of about bucket_mb million bytes (see parallel/overlap.py); None: where the
+    replicas sit on several nodes, or a core is free. compress: "bfloat16" rounds float32 gradients for these messages.
+    ValueError for a schedule or a stage of ZeRO that doesn't exist, sizes below 1, deterministic with another dp, or
+    options that exclude each other.
     """
 
     def __init__(self, model: Model, optimizer: AdamW | SGD | None = None, *, mesh=None, schedule="1f1b",
-                 micro_batches=1, clip=0.0, learning_rate=None, zero=0, deterministic=False):
+                 micro_batches=1, clip=0.0, learning_rate=None, zero=0, deterministic=False, overlap=None,
+                 bucket_mb=None, compress=None):
         optimizer = AdamW() if optimizer is None else optimizer
         mesh = model.mesh if mesh is None else mesh
         if mesh is not model.mesh:
@@ -70,12 +77,30 @@ class Trainer:
         self.mailbox = GroupMailbox(mesh.pp, model.stages, patient=launcher.crowded())
         check_stage(zero)
         check_deterministic(deterministic, zero, mesh.dp.size)
+        check_overlap(overlap, bucket_mb, compress, zero=zero, deterministic=deterministic, dtype=model.dtype,
+                      back_end=mesh.back_end)
         self.deterministic = deterministic
-        divide(model, zero)
+        messages = model.dtype if compress is None else as_dtype(compress)
+        if compress is not None:
+            mesh.divided_on_node([bfloat16.warm])
+        divide(model, zero, messages)
         self.optimizer = Optimizer(optimizer, model)
-        self.gradients = Gradients(model, micro_batches=micro_batches, deterministic=deterministic)
+        self.room = None  # for overlap, where it was looked at
+        self.gradients = Gradients(
+            model, micro_batches=micro_batches, deterministic=deterministic, dtype=messages,
+            overlap=None if zero or deterministic else self._overlap(overlap, bucket_mb),
+        )
         self.steps_done = 0
         self.last_run: RunResult | None = None
+
+    def _overlap(self, asked: bool | None, bucket_mb: float | None) -> dict | None:
+        """What OverlappingReducer needs to know, None for no overlap; collective."""
+        if self.mesh.dp.size == 1 or asked is False or asked is None and not self.mesh.several_threads:
+            return None
+        self.room = room(self.mesh)
+        if asked is None and not (self.room.wire or self.room.core):
+            return None
+        return dict(stages=last_backwards(self.plan[self.mesh.pp.rank]), bucket_mb=bucket_mb, patient=not self.room.core)
 
     def _plan(self, schedule: str | Plan) -> Plan:
         """The plan of a schedule, proved right for this model."""

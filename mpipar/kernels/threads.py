@@ -37,6 +37,11 @@ def limit_threads(count: int):
     threadpoolctl.threadpool_limits(limits=settings.threads, user_api="blas")
 
 
+def work_alone():
+    """From now on the kernels that the calling thread calls run on it alone, as inside a task."""
+    _inside.task = True
+
+
 _inside = threading.local()
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from mpipar.kernels.dtypes import as_dtype, is_bfloat16
 from mpipar.kernels.memory import aligned_zeros, keep_freed_memory
 from mpipar.kernels.warm import compile_tasks
-from mpipar.nn.layer import Layer, SampleKeys
+from mpipar.nn.layer import Layer, SampleKeys, run_or_defer
 from mpipar.nn.parameter import FlatBuffers, Parameter, bytes_of_parameter
 from mpipar.parallel.pipeline.partition import stage_layers
 from mpipar.parallel.pipeline.schedule import looped
@@ -58,6 +59,7 @@ class Chunk:
 
     recompute: "none", or what its blocks drop in forward and rebuild in backward: the same bits for less memory and more
     work. held_bytes, dropped_bytes: of the activations of one micro-batch, the first of training, counted array by array.
+    done: called with each block whose gradients of a micro-batch have been added, deferred ones included; None for nobody.
     """
 
     def __init__(self, blocks: list[Block], *, first: bool, last: bool, dtype, recompute="none"):
@@ -67,6 +69,7 @@ class Chunk:
         self.dtype = dtype
         self.recompute = recompute
         self.held_bytes = self.dropped_bytes = 0
+        self.done = None
 
     def input_shape(self, micro: MicroBatch) -> tuple[int, ...]:
         """The shape of the activations that this stage receives."""
@@ -107,6 +110,8 @@ class Chunk:
         """Run the blocks backwards, dropping what each has saved as soon as it was used."""
         for block in reversed(self.blocks):
             dy = block.backward(self._rebuild(block, saved.pop(), micro), dy, micro, later)
+            if self.done is not None:
+                run_or_defer(partial(self.done, block), later)
         return dy
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpipar.kernels.bfloat16 import narrow, widen
+from mpipar.kernels.dtypes import is_bfloat16
 from mpipar.kernels.elementwise import add
 from mpipar.kernels.memory import aligned_zeros
 from mpipar.nn.layer import Layer
@@ -120,12 +121,13 @@ class Zero:
 
     buffers: the rank's flat buffers, of whose memory only what the stage keeps whole is kept. chunks: for each stage
     of this rank its blocks, in order. tied: parameters that another pipeline rank holds too. seed: None where the
-    buffers hold the values already, else the seed to draw them with.
+    buffers hold the values already, else the seed to draw them with. dtype: of the messages with gradients, bfloat16 or
+    the parameters' own.
     """
 
     before = after = None  # nothing to do around the actions of the schedule: the blocks do it
 
-    def __init__(self, stage: int, buffers: FlatBuffers, chunks: dict[int, list[Layer]], tied, group, *, seed=None):
+    def __init__(self, stage: int, buffers: FlatBuffers, chunks: dict[int, list[Layer]], tied, group, *, seed=None, dtype=None):
         check_stage(stage)
         self.stage, self.buffers, self.group = stage, buffers, group
         self.units = self._cut(chunks, set(tied))
@@ -136,6 +138,11 @@ class Zero:
             "grad": Spare(buffers.grad.dtype, aligned_zeros if self.rounds else group.zeros),
             "master": Spare(buffers.master.dtype, aligned_zeros),
         }
+        self.messages = None                        # arrays in which gradients are rounded for a message
+        if self.rounds:
+            self.messages = self.spare["data"]
+        elif dtype is not None and is_bfloat16(dtype):
+            self.messages = Spare(dtype, aligned_zeros)
         self.common = group.common(buffers.size, buffers.data.dtype) if stage == 3 and not self.rounds else None
         if self.common is not None:
             self._share()
@@ -196,11 +203,11 @@ class Zero:
     def _reduce(self, unit: Unit, whole: np.ndarray) -> np.ndarray:
         """This replica's part of the sum over the replicas of a unit's whole gradients, written where it lies in them."""
         part = whole[unit.part]
-        if not self.rounds:
+        if self.messages is None:
             return self.group.reduce_scatter(whole, sizes=unit.sizes, out=part, name=unit.name)
-        message = narrow(whole, self.spare["data"].take(whole.size))
+        message = narrow(whole, self.messages.take(whole.size))
         widen(self.group.reduce_scatter(message, sizes=unit.sizes, out=message[unit.part], name=unit.name), part)
-        self.spare["data"].give(message)
+        self.messages.give(message)
         return part
 
     def initialise(self, seed: int) -> None:

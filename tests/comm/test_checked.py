@@ -136,5 +136,5 @@ def test_the_record_is_that_of_a_plain_group(comm, monkeypatch):
 
 def test_every_operation_is_traced():
     public = {name for name, value in vars(Group).items() if callable(value) and not name.startswith("_")}
-    assert public - set(OPERATIONS) == {"zeros", "common", "close", "pending_class"}
+    assert public - set(OPERATIONS) == {"zeros", "common", "share", "close", "pending_class"}
     assert all(getattr(TracedGroup, name) is not getattr(Group, name) for name in OPERATIONS)

@@ -64,10 +64,28 @@ def test_bad_files_are_one_line(text, words, tmp_path):
     (Config(threads=0), "--threads 0 is not valid"),
     (Config(deterministic=True, dp=3, global_batch=6), "power of two"),
     (Config(deterministic=True, zero=2), "valid is zero=0"),
+    (Config(overlap=True, zero=2), "with zero=2 there are none"),
+    (Config(overlap=False, bucket_mb=1.0), "leave it out"),
+    (Config(compress="bfloat16", dtype="float64"), "not float64"),
+    (Config(compress="bfloat16", comm="shm"), "take auto or mpi"),
 ])
 def test_numbers_that_do_not_fit_name_what_would(config, words):
     with pytest.raises(ValueError, match=words):
         config.resolved(config.dp or 1).check()
+
+
+def test_overlap_is_on_off_or_not_said(tmp_path):
+    path = tmp_path / "run.toml"
+    for text, said in (("", None), ("overlap = true", True), ("overlap = false", False)):
+        path.write_text(text)
+        assert parse(["--config", str(path)]).overlap is said
+        assert parse(["--config", str(path), "--no-overlap"]).overlap is False
+        assert parse(["--overlap", "--config", str(path)]).overlap is True
+    assert parse([]).overlap is None and parse(["--overlap"]).overlap is True and parse(["--no-overlap"]).overlap is False
+    path.write_text("overlap = 1")
+    with pytest.raises(ValueError, match="must be true or false"):
+        parse(["--config", str(path)])
+    assert parse(["--bucket-mb", "2.5", "--compress", "bfloat16"]).bucket_mb == 2.5
 
 
 def test_layers_per_stage_must_be_numbers():

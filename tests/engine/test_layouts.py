@@ -78,21 +78,6 @@ def test_every_schedule_equals_one_rank(comm, schedule, monkeypatch):
         check(comm, variant, (comm.size // pp, 1, pp), schedule, steps=2)
 
 
-@pytest.mark.slow
-@pytest.mark.mpi(np=[1, 2, 4], timeout=600)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_every_schedule_and_number_of_micro_batches_equals_one_rank(comm, schedule, tied, monkeypatch):
-    """All ranks in one pipeline, and where there are enough of them also with dp=2 and with tp=2."""
-    monkeypatch.setenv("MPIPAR_SYNC_SEND", "1")
-    shapes = [(1, 1, comm.size)] + [(2, 1, comm.size // 2), (1, 2, comm.size // 2)] * (comm.size > 1)
-    for micros in (1, 2, 3, 4, 8):
-        variant = f"8 layers, M={micros}, {'tied' if tied else 'untied'}"  # 2 stages on each of 4 ranks
-        VARIANTS[variant] = {"layers": 8, "tied": tied, "micro_batches": micros}
-        for shape in shapes:
-            check(comm, variant, shape, schedule, steps=2)
-
-
 @pytest.mark.mpi(np=2)
 def test_another_order_of_the_axes(comm):
     for order in (("tp", "dp", "pp"), ("pp", "tp", "dp")):

@@ -92,6 +92,25 @@ def test_bfloat16(comm):
         assert {sums[stage, 0] for stage in (1, 2, 3)} == {whole} and sums[2, 1] == sums[3, 1] != whole
 
 
+@pytest.mark.mpi(np=2)
+def test_compressed_gradients(comm):
+    """Gradients travel in 16 bits and parameters whole; every stage has the bits of the others, near the exact numbers."""
+    losses, sums = {}, set()
+    for stage, compress in ((0, None), (1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16")):
+        with Mesh(comm) as mesh:
+            t = Trainer(GPT(mesh=mesh, **TINY), AdamW(lr=1e-2), zero=stage, compress=compress)
+            with mesh.record() as log:
+                losses[stage] = [t.step(tokens(step=1)).loss]
+            if compress:
+                whole = {1: 0.75, 2: 0.75, 3: 5 / 6}[stage]         # of 1 + 1, or 1 + 2, passes one has half the bytes
+                assert log.sent("group")["dp"] == whole * bytes_sent(stage, 2, SIZE, 1)
+            losses[stage] += [t.step(tokens(step=k)).loss for k in (2, 3)]
+            if stage:
+                sums.add(parameters_sha256(t.model))
+    assert losses[1] == losses[2] == losses[3] != losses[0] and len(sums) == 1
+    assert losses[1] == pytest.approx(losses[0], rel=2e-4)
+
+
 @pytest.mark.mpi(np=[2, 4])
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"])
 def test_every_stage_gives_the_numbers_of_one_rank(comm, schedule):

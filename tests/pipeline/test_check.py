@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpipar.parallel.pipeline.check import check, check_programs, execution_order
+from mpipar.parallel.pipeline.check import check, check_programs, execution_order, read_plan
 from mpipar.parallel.pipeline.messages import Program, Receive, Send, with_messages
 from mpipar.parallel.pipeline.schedule import ONE_CHUNK, SCHEDULES, Action, build, forward_only, parse_plan
 from tests.pipeline.plans import chunk_counts
@@ -168,3 +168,32 @@ def test_the_order_of_execution_respects_the_data(name):
     for action in order:
         if action.kind == "F" and action.stage > 0:
             assert place[action._replace(stage=action.stage - 1)] < place[action]
+
+
+@pytest.mark.parametrize("data", [
+    b"0F0,0F1,0B0,0B1\r\n1F0,1B0,1F1,1B1\r\n", b"\xef\xbb\xbf0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n",
+    b"# by hand\n\n0F0, 0F1, 0B0, 0B1,\n1F0 1B0\t1F1 1B1",
+], ids=["windows", "marked", "spaced"])
+def test_files_as_editors_write_them(data, tmp_path):
+    path = tmp_path / "plan.csv"
+    path.write_bytes(data)
+    assert read_plan(path) == build("1f1b", 2, 2)
+
+
+@pytest.mark.parametrize("data, message", [
+    (b"", "the plan is empty"), (b"\r\n", "the plan is empty"), ("0F0".encode("utf-16"), "is not text in UTF-8"), (b"\x00\x01", "is not an action"),
+    (b"0F0;0B0", "'0F0;0B0' is not an action"), (b"0F0 0F0 0B0", "0F0 runs twice: as action 0 of rank 0 and as action 1 of rank 0"),
+    (b"0F0 0B0 1F0\n1B0", "stage 1 runs on two ranks: 1F0 on rank 0, 1B0 on rank 1"), (b"0F0 0B0\n2F0 2B0", "1F0 is missing"),
+    (b"0F0 0F2 0B0 0B2", "0F1 is missing"), (b"0F0 0I0 0B0 0W0", "0B0 and 0I0 are both in the plan"), (b"0F0 0I0", "0W0 is missing"),
+    (b"0F0 0W0 0I0", "0W0 comes before 0I0"), (b"1F0 0F0 0B0 1B0", "rank 0 waits at 1F0 for 0F0, which it runs later"),
+    (b"0F0 0B0\n2F0 2B0\n1F0 1B0", None), (b"0F" + b"9" * 30 + b" 0B0", "0F0 is missing"),
+])
+def test_files_that_are_refused_in_one_line(data, message, tmp_path):
+    path = tmp_path / "plan.csv"
+    path.write_bytes(data)
+    if message is None:
+        assert len(read_plan(path)) == 3
+        return
+    with pytest.raises(ValueError, match=message) as error:
+        read_plan(path)
+    assert str(path) in str(error.value) and len(str(error.value).splitlines()) == 1

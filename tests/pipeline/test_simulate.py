@@ -82,6 +82,14 @@ def test_zero_bubble(ranks, more):
     assert max(found.peak_live) == max(plain.peak_live) == ranks
 
 
+def test_zb_h1_by_both_definitions():
+    """P=4, M=8, F = I = W: a third of 1F1B's bubble relative to ideal compute; as a share of the wall time it is more."""
+    found, plain = (simulate(build(name, 4, 8), Costs(Fraction(1), None, Fraction(1), Fraction(1))) for name in ("zero-bubble", "1f1b"))
+    assert (found.bubble_of_ideal, plain.bubble_of_ideal) == (Fraction(1, 8), Fraction(3, 8))
+    assert (found.bubble, plain.bubble) == (Fraction(1, 9), Fraction(3, 11))
+    assert found.bubble / plain.bubble == Fraction(11, 27) and round(11 / 27, 3) == 0.407
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 8), st.integers(0, 24))
 def test_zb_h2_has_no_gap(ranks, more):

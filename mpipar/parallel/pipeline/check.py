@@ -46,9 +46,11 @@ def read_plan(path):
     ValueError, one line that names the file, if it can't be read or is wrong.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # some editors begin a file with a mark of its encoding
             plan = parse_plan(file.read())
         check(plan)
+    except UnicodeDecodeError:
+        raise ValueError(f"schedule {path!r} is not text in UTF-8") from None
     except OSError as error:
         raise ValueError(f"schedule {path!r} can't be read: {error.strerror}") from None
     except ValueError as error:

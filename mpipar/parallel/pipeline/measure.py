@@ -46,6 +46,11 @@ class Measurement(Timelines):
         """The `Prediction` for the plan with the measured costs."""
         return simulate(plan, self.costs())
 
+    def utilisations(self, plan):
+        """{"measured", "simulated" with the measured costs, "equal_stages"}: shares of the time in which ranks compute."""
+        return {"measured": self.utilisation, "simulated": self.predict(plan).utilisation,
+                "equal_stages": float(simulate(plan).utilisation)}
+
     def lines(self, plan, *, width=120):
         """What people want to see of it, beside the prediction with the measured costs: a list of lines."""
         predicted = self.predict(plan)
