@@ -44,7 +44,7 @@ def sum_gradients(group, gradients: np.ndarray, dtype: np.dtype) -> None:
     gets the same rounded sums.
     """
     if group.size == 1 or not is_bfloat16(dtype):
-        group.all_reduce(gradients)
+        group.all_reduce(gradients, name="gradients")
         return
     flat = gradients.reshape(-1)
     message = np.empty(min(flat.size, PIECE), dtype)
