@@ -6,6 +6,7 @@ many of them go wrong.
 import os
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -227,7 +228,17 @@ def cuts(made):
     print("all is well")
 
 
-WHOLE = {"two groups": two_groups, "groups in turn": groups_in_turn, "second mesh": second_mesh, "test loop": test_loop,
+def helper(made):
+    """A thread beside the main one sums other arrays on the two ranks, while both main threads wait in a message."""
+    beside = made.beside("dp")
+    thread = threading.Thread(target=beside.all_reduce, args=(numbers(4 + made.rank),))
+    thread.start()
+    if made.rank == 0:
+        made.world.recv(numbers(4), 1)
+    thread.join()
+
+
+WHOLE = {"helper": helper, "two groups": two_groups, "groups in turn": groups_in_turn, "second mesh": second_mesh, "test loop": test_loop,
          "stopped": stopped, "killed": killed, "raises": raises, "cuts": cuts, "mailbox": pipeline,
          "one sleeps": one_sleeps, "never received": never_received,
          "slow": slow, "exchange": exchange}

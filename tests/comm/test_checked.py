@@ -117,7 +117,7 @@ def test_close_tells_of_a_message_that_was_not_received(comm, checking):
         with pytest.raises(MismatchError, match=r"send\(float64\[3\], to=1, tag=4\) at .*; not received by rank 1"):
             mesh.close()
     else:
-        mesh.world.close()
+        mesh.close()
 
 
 @pytest.mark.mpi(np=2)

@@ -98,6 +98,12 @@ def test_the_mailbox_of_a_pipeline(tmp_path):
         assert f"{words}, tag=12, name='0F3') at mpipar/parallel/pipeline/mailbox.py:" in job.stderr
 
 
+def test_a_thread_beside_the_main_one(tmp_path):
+    job = fails("helper", folder=tmp_path)
+    assert re.search(r"group dp: the ranks called .*\n.*rank 0: all_reduce\(float64\[4\], sum\) at ", job.stderr)
+    assert "rank 1: all_reduce(float64[5], sum) at " in job.stderr
+
+
 def test_a_message_that_nobody_receives(tmp_path):
     job = fails("never received", folder=tmp_path)
     assert "group world: a message was sent and never received:" in job.stderr

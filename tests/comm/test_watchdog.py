@@ -117,7 +117,7 @@ TRAIN = ["-m", "mpipar.train", "--layers", 4, "--dim", 16, "--heads", 4, "--seq"
 
 @pytest.mark.parametrize("layout", [
     ["--dp", 1, "--tp", 2, "--pp", 2, "--micro-batches", 4], ["--dp", 2, "--tp", 2, "--zero", 3, "--comm", "shm"],
-    ["--dp", 2, "--pp", 2, "--micro-batches", 4, "--schedule", "zb-v", "--comm", "shm"]])
+    ["--dp", 2, "--pp", 2, "--micro-batches", 4, "--schedule", "zb-v", "--comm", "shm"], ["--dp", 4, "--overlap"]])
 def test_training_gives_the_same_bits(tmp_path, layout):
     ends = []
     for debug in "01":
