@@ -20,9 +20,10 @@ class Plan:
     """`calls`: pairs (name of an mpi4py method, its arguments). `result`: what the operation returns, valid
     after the calls and `finish()` (None where nothing is left to do). `pairwise`: the calls have to be in
     flight together. `bytes` and `sent`: see record.py. `peer`: the other rank of a send or receive, None for
-    a collective; `number`: which collective call of the group it is, from 1."""
+    a collective; `number`: which collective call of the group it is, from 1. `shared`: (number of the window, first,
+    last element) where the array lies in memory that the ranks share. `call`: a fingerprint.Call, None unless traced."""
 
-    pairwise, peer, number = False, None, 0
+    pairwise, peer, number, shared, call = False, None, 0, None, None
 
     def __init__(self, operation, result, calls=(), finish=None, bytes=0, sent=0):
         self.operation, self.result, self.calls = operation, result, calls
