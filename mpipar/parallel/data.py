@@ -17,7 +17,7 @@ PIECE = 1 << 22  # gradients that are rounded for a message at a time
 class GradientReducer:
     """Sums the flat gradient buffer over the replicas: one all-reduce a step, however many micro-batches ran.
 
-    dtype: of the model, see `sum_gradients`.
+    dtype: of the messages, see `sum_gradients`. With overlap, see overlap.py.
     """
 
     def __init__(self, gradients: np.ndarray, group, dtype=None):
