@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from mpipar.comm import launcher
-from mpipar.commands.config import Config, as_flag, parse
+from mpipar.commands.config import Config, as_flag, flag, parse
 from mpipar.parallel.pipeline.partition import split_layers
 
 STARTED = "MPIPAR_BENCH_STARTED"
@@ -44,6 +44,8 @@ def alternate(arguments) -> dict:
         raise ValueError(f"dp={config.dp} x tp={config.tp} x pp={config.pp} are {config.dp * config.tp * config.pp} ranks: "
                          f"--ranks {arguments.ranks} is not")
     config.check()
+    if config.stage_delay is not None:
+        raise ValueError("--against compares programs that compute: leave --stage-delay out")
     with tempfile.TemporaryDirectory() as folder:
         if arguments.against == "one-rank":
             if arguments.ranks < 2:
@@ -117,7 +119,8 @@ def one_rank_runner(arguments, config: Config):
 def one_rank(config: Config) -> list[str]:
     """The flags of the same model, data and optimizer on one rank."""
     alone = dataclasses.replace(config, dp=1, tp=1, pp=1, zero=0, schedule="1f1b", virtual_stages=None, layers_per_stage=None,
-                                balance="layers", comm="auto", config=None)
+                                balance="layers", comm="auto", overlap=None, bucket_mb=None, compress=None, deterministic=False, config=None,
+                                metrics=None, trace=None)
     default = Config()
     return [as_flag(field.name, getattr(alone, field.name)) for field in dataclasses.fields(Config)
             if getattr(alone, field.name) != getattr(default, field.name)]
@@ -149,9 +152,12 @@ def torch_options(config: Config) -> list[str]:
     if layout == "pp" and config.schedule not in PEER_SCHEDULES:
         raise ValueError(f"PyTorch's program has no --schedule {config.schedule}: valid are {', '.join(PEER_SCHEDULES)}")
     for name, valid in (("dropout", [0.0]), ("recompute", ["none"]), ("optimizer", ["adamw"]), ("dtype", ["float32", "float64"]),
-                        ("balance", ["layers"]), ("deterministic", [False])):
+                        ("balance", ["layers"])):
         if getattr(config, name) not in valid:
-            raise ValueError(f"PyTorch's program has no --{name} {getattr(config, name)}: valid is {' or '.join(map(str, valid))}")
+            raise ValueError(f"PyTorch's program has no {flag(name)} {getattr(config, name)}: valid is {' or '.join(map(str, valid))}")
+    for name in ("deterministic", "compress"):
+        if getattr(config, name):
+            raise ValueError(f"PyTorch's program has no {flag(name)}: leave it out")
     rows = config.global_batch // config.dp
     if rows % config.micro_batches:
         valid = [n for n in range(1, rows + 1) if rows % n == 0]

@@ -3,7 +3,8 @@
 A call's time is that of the slowest rank, all ranks having begun together; `bytes` are those of the whole array (of all
 parts together, where ranks have parts). Bandwidth of the lecture (1.5.1, 1.5.2): bytes that all ranks send, divided by
 P times the time; bus bandwidth (as nccl-tests count it): the bytes that a ring has to carry over each link, divided by
-the time. For the operations that the lecture measures both are the same number. The line t = alpha + beta * (bytes over
+the time. For the operations that the lecture measures both are the same number. Overhead: what `Group.all_reduce` of 8
+bytes takes more than mpi4py's own call, in alternated runs of many calls. The line t = alpha + beta * (bytes over
 a link) is fitted to the medians by least squares of the relative errors.
 """
 
@@ -66,6 +67,7 @@ def run(arguments):
         rows = [measure(mesh.world, group, name, size, arguments.runs, space) for size in sizes]
         report["results"] += rows
         report["lines"].append({"operation": name, **fit([row["link_bytes"] for row in rows], [row["median_s"] for row in rows])})
+    report["overhead"] = overhead(group)
     if arguments.ladder:
         report["ladder"] = [row for size in sizes for row in climb(mesh.world, group, size, arguments.runs)]
     if mesh.is_root:
@@ -138,6 +140,26 @@ def clock(world, operation, size, runs) -> list[float]:
     return world.all_reduce(times, op="max").tolist()
 
 
+def overhead(group, calls=200, rounds=31) -> dict:
+    """Seconds of an all-reduce of 8 bytes on this rank: mpi4py's call, the group's, and the difference of the medians.
+
+    Alternated: `rounds` times `calls` calls of each; the fastest half of the rounds counts, as the ranks may share cores.
+    """
+    x, comm, in_place = np.ones(1), group.comm, group.mpi.IN_PLACE
+    ways = {"raw_s": lambda: comm.Allreduce(in_place, x), "group_s": lambda: group.all_reduce(x, "max")}
+    times = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, call in ways.items():
+            x[0] = 0.0
+            group.barrier()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            times[name].append((time.perf_counter() - start) / calls)
+    found = {name: statistics.median(sorted(seconds[1:])[: rounds // 2 + 1]) for name, seconds in times.items()}
+    return {**found, "overhead_s": found["group_s"] - found["raw_s"]}
+
+
 def climb(world, group, size, runs) -> list[dict]:
     """The all-reduces of `comm/algorithms.py`: checked against the group's own, counted, timed beside it."""
     from mpipar.comm.algorithms import ALGORITHMS, fits, predicted
@@ -191,6 +213,9 @@ def show(report):
     print_table([("operation", "", lambda r: r["operation"]), ("alpha us", ".2f", lambda r: 1e6 * r["alpha_s"]),
                  ("GB/s", ".2f", lambda r: 1e-9 / r["beta_s_per_byte"] if r["beta_s_per_byte"] else float("inf")),
                  ("largest error", ".0%", lambda r: r["largest_error"])], report["lines"])
+    overhead = report["overhead"]
+    print("\nall-reduce of 8 bytes, many in a row: mpi4py {raw_s:.2f} us, Group {group_s:.2f} us, overhead {overhead_s:.2f} us".format(
+        **{name: 1e6 * seconds for name, seconds in overhead.items()}))
     if report["ladder"]:
         print("\nall-reduces over send and receive")
         print_table([("algorithm", "", lambda r: r["algorithm"]), ("bytes", ",d", lambda r: r["bytes"]),

@@ -12,7 +12,6 @@ PARTS = {
     "product": {"mpipar.nn.linear": ["gemm"], "mpipar.parallel.tensor": ["gemm"]},
     "attention": {"mpipar.nn.attention": ["attention_forward", "attention_backward"]},
     "element-wise": {
-        "mpipar.nn.linear": ["column_sum"],
         "mpipar.nn.norm": ["layernorm_again", "layernorm_backward", "layernorm_forward"],
         "mpipar.nn.gelu": ["gelu_again", "gelu_backward", "gelu_forward"],
         "mpipar.nn.dropout": ["dropout"],

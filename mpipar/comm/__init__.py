@@ -10,6 +10,7 @@ _HOMES = {
     "Group": "group",
     "Pending": "pending",
     "Recorder": "record",
+    "MismatchError": "fingerprint",
     "guard": None,
     "fault": None,
 }

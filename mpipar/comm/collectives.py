@@ -20,9 +20,10 @@ class Plan:
     """`calls`: pairs (name of an mpi4py method, its arguments). `result`: what the operation returns, valid
     after the calls and `finish()` (None where nothing is left to do). `pairwise`: the calls have to be in
     flight together. `bytes` and `sent`: see record.py. `peer`: the other rank of a send or receive, None for
-    a collective; `number`: which collective call of the group it is, from 1."""
+    a collective; `number`: which collective call of the group it is, from 1. `shared`: (number of the window, first,
+    last element) where the array lies in memory that the ranks share. `call`: a fingerprint.Call, None unless traced."""
 
-    pairwise, peer, number = False, None, 0
+    pairwise, peer, number, shared, call = False, None, 0, None, None
 
     def __init__(self, operation, result, calls=(), finish=None, bytes=0, sent=0):
         self.operation, self.result, self.calls = operation, result, calls
@@ -39,13 +40,16 @@ def all_reduce(group, x, op):
     ranks = group.size
     if ranks == 1:
         return Plan("all_reduce", x)
-    message = buffers.packed(x)
     mpi = group.mpi
     operation, in_place = mpi.OPERATIONS[op], mpi.IN_PLACE
-    calls = [
-        ("Allreduce", (in_place, part, operation))
-        for part in buffers.chunks(buffers.wire(message), group.limit)
-    ]
+    if x.dtype.kind in "fiu" and x.flags.c_contiguous and 0 < x.size and (group.limit is None or x.size <= group.limit):
+        message, calls = x, [("Allreduce", (in_place, x, operation))]   # as below, in a third of the time
+    else:
+        message = buffers.packed(x)
+        calls = [
+            ("Allreduce", (in_place, part, operation))
+            for part in buffers.chunks(buffers.wire(message), group.limit)
+        ]
     finish = None
     if op == "mean":
         finish = partial(np.divide, message, ranks, out=x)

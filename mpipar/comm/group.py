@@ -11,8 +11,9 @@ size, also none. Types: float32, float64, integers, bool, and bfloat16 (ml_dtype
 summed in float32 in the order of the ranks and rounded once. `root`, `to` and `source` count the ranks of the
 group from 0. A group of one rank returns the very array it was given and needs no MPI. Operations: lecture 1,
 sections 1.2 and 1.4; `op` is "sum", "mean" (floats only), "min" or "max". A TypeError or ValueError is raised
-before anything is sent where this rank can see that the call is wrong; what only the ranks together could see
-(a shape that differs) is not checked.
+before anything is sent where this rank can see that the call is wrong; what only the ranks together can see
+(a shape that differs) is checked where MPIPAR_DEBUG=1 says so (checked.py). `name` is for that check alone: it tells
+apart what looks alike, such as two gradients of one shape that a rank might sum in the wrong order.
 """
 import time
 
@@ -35,6 +36,8 @@ class Group:
     ranks: where the members stand in the mesh. single_node: whether all of them share a node. nodes: the node of each
     member, numbered from 0. back_end: see `Mesh`.
     """
+
+    pending_class = Pending
 
     def __init__(self, name="alone", comm=None, *, ranks=(0,), single_node=True, members=None, key=0, nodes=(0,),
                  back_end="auto", speaks=False):
@@ -102,25 +105,25 @@ class Group:
             self.shared = SharedMemory(self, self.nodes, least=least, speaks=self._speaks)
         return self.shared
 
-    def barrier(self):
+    def barrier(self, name=""):
         """Returns when all ranks of the group have called it."""
         return self._run(collectives.barrier(self))
 
-    def broadcast(self, x, root=0):
+    def broadcast(self, x, root=0, name=""):
         """Root's x is written into every rank's x. Returns x."""
         plan = None if self.shared is None else self.shared.broadcast(x, root)
         return self._run(collectives.broadcast(self, x, root) if plan is None else plan)
 
-    def reduce(self, x, root=0, op="sum"):
+    def reduce(self, x, root=0, op="sum", name=""):
         """The sum (mean, ...) over the ranks, a new array at the root; None elsewhere. x is left as it is."""
         return self._run(_reductions(x).reduce(self, x, root, op))
 
-    def all_reduce(self, x, op="sum"):
+    def all_reduce(self, x, op="sum", name=""):
         """The sum (mean, ...) over the ranks is written into every rank's x. Returns x."""
         plan = None if self.shared is None else self.shared.all_reduce(x, op)
         return self._run(_reductions(x).all_reduce(self, x, op) if plan is None else plan)
 
-    def all_gather(self, x, axis=0, sizes=None, out=None):
+    def all_gather(self, x, axis=0, sizes=None, out=None, name=""):
         """All ranks' parts, joined along `axis` in the order of the ranks, on every rank.
 
         The parts have one shape, or lengths `sizes` (one a rank, the same list everywhere) along the axis.
@@ -129,7 +132,7 @@ class Group:
         plan = None if self.shared is None else self.shared.all_gather(x, axis, sizes, out)
         return self._run(collectives.all_gather(self, x, axis, sizes, out) if plan is None else plan)
 
-    def reduce_scatter(self, x, axis=0, op="sum", sizes=None, out=None):
+    def reduce_scatter(self, x, axis=0, op="sum", sizes=None, out=None, name=""):
         """The sum (mean, ...) of x over the ranks, cut along `axis`: rank i returns part i.
 
         x is left as it is. The parts are equal (ValueError if the length does not divide), or as `sizes` says.
@@ -138,11 +141,11 @@ class Group:
         plan = None if self.shared is None else self.shared.reduce_scatter(x, axis, op, sizes, out)
         return self._run(_reductions(x).reduce_scatter(self, x, axis, op, sizes, out) if plan is None else plan)
 
-    def gather(self, x, root=0, axis=0, sizes=None):
+    def gather(self, x, root=0, axis=0, sizes=None, name=""):
         """All ranks' parts joined along `axis`, a new array at the root; None elsewhere. See all_gather."""
         return self._run(collectives.gather(self, x, root, axis, sizes))
 
-    def scatter(self, x=None, root=0, axis=0, sizes=None, *, out=None, shape=None, dtype=None):
+    def scatter(self, x=None, root=0, axis=0, sizes=None, *, out=None, shape=None, dtype=None, name=""):
         """Root's x, cut along `axis`: rank i returns part i.
 
         The root gives x. The others give `out` (written and returned), or `shape` and `dtype` of their part.
@@ -150,62 +153,62 @@ class Group:
         """
         return self._run(collectives.scatter(self, x, root, axis, sizes, out, shape, dtype))
 
-    def all_to_all(self, x, axis=0):
+    def all_to_all(self, x, axis=0, name=""):
         """x is cut into equal parts along `axis`; part i goes to rank i. Returns the received parts, joined
         along `axis` in the order of the ranks they come from, as a new array of x's shape."""
         return self._run(collectives.all_to_all(self, x, axis))
 
-    def all_to_all_v(self, x, send_counts, receive_counts):
+    def all_to_all_v(self, x, send_counts, receive_counts, name=""):
         """all_to_all with parts that differ: the first send_counts[0] rows (of axis 0) go to rank 0, and so
         on; receive_counts[i] rows come from rank i. Returns a new array of sum(receive_counts) rows."""
         return self._run(collectives.all_to_all_v(self, x, send_counts, receive_counts))
 
-    def send(self, x, to, tag=0):
+    def send(self, x, to, tag=0, name=""):
         """Send x; may return before it is received (MPIPAR_SYNC_SEND=1: never). Tags: 0 to 32766."""
         return self._run(collectives.send(self, x, to, tag))
 
-    def recv(self, out, source, tag=0):
+    def recv(self, out, source, tag=0, name=""):
         """Receive into `out`, which has the shape and dtype that were sent. Returns out."""
         return self._run(collectives.recv(self, out, source, tag))
 
     # The same without waiting: each returns a Pending whose wait() returns what the call above returns.
 
-    def barrier_start(self):
+    def barrier_start(self, name=""):
         return self._start(collectives.barrier(self))
 
-    def broadcast_start(self, x, root=0):
+    def broadcast_start(self, x, root=0, name=""):
         return self._start(collectives.broadcast(self, x, root))
 
-    def reduce_start(self, x, root=0, op="sum"):
+    def reduce_start(self, x, root=0, op="sum", name=""):
         return self._start(_reductions(x).reduce(self, x, root, op))
 
-    def all_reduce_start(self, x, op="sum"):
+    def all_reduce_start(self, x, op="sum", name=""):
         if _reductions(x) is rounded:
             return self._start(rounded.all_reduce(self, x, op, at_once=True))
         return self._start(collectives.all_reduce(self, x, op))
 
-    def all_gather_start(self, x, axis=0, sizes=None, out=None):
+    def all_gather_start(self, x, axis=0, sizes=None, out=None, name=""):
         return self._start(collectives.all_gather(self, x, axis, sizes, out))
 
-    def reduce_scatter_start(self, x, axis=0, op="sum", sizes=None, out=None):
+    def reduce_scatter_start(self, x, axis=0, op="sum", sizes=None, out=None, name=""):
         return self._start(_reductions(x).reduce_scatter(self, x, axis, op, sizes, out))
 
-    def gather_start(self, x, root=0, axis=0, sizes=None):
+    def gather_start(self, x, root=0, axis=0, sizes=None, name=""):
         return self._start(collectives.gather(self, x, root, axis, sizes))
 
-    def scatter_start(self, x=None, root=0, axis=0, sizes=None, *, out=None, shape=None, dtype=None):
+    def scatter_start(self, x=None, root=0, axis=0, sizes=None, *, out=None, shape=None, dtype=None, name=""):
         return self._start(collectives.scatter(self, x, root, axis, sizes, out, shape, dtype))
 
-    def all_to_all_start(self, x, axis=0):
+    def all_to_all_start(self, x, axis=0, name=""):
         return self._start(collectives.all_to_all(self, x, axis))
 
-    def all_to_all_v_start(self, x, send_counts, receive_counts):
+    def all_to_all_v_start(self, x, send_counts, receive_counts, name=""):
         return self._start(collectives.all_to_all_v(self, x, send_counts, receive_counts))
 
-    def send_start(self, x, to, tag=0):
+    def send_start(self, x, to, tag=0, name=""):
         return self._start(collectives.send(self, x, to, tag))
 
-    def recv_start(self, out, source, tag=0):
+    def recv_start(self, out, source, tag=0, name=""):
         return self._start(collectives.recv(self, out, source, tag))
 
     def close(self):
@@ -244,7 +247,7 @@ class Group:
         comm = self.comm
         requests = [getattr(comm, "I" + name.lower())(*arguments) for name, arguments in plan.calls]
         entry = recorder.add(plan, self, start) if recorder is not None and self.size > 1 else None
-        return Pending(self, plan, requests, entry)
+        return self.pending_class(self, plan, requests, entry)
 
 
 def _reductions(x):

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 
-from mpipar.comm import fault, launcher
+from mpipar.comm import debug, fault, launcher
 
 GRACE = 2.0             # seconds in which the ranks are expected to leave together
 _LOOK = 0.5             # seconds between two looks of the watcher
@@ -37,6 +37,7 @@ class _Guard:
         self.stop = threading.Event()
         self.closing = threading.Event()
         self.watcher = None
+        self.history, self.watchdog = None, None        # where MPIPAR_DEBUG or MPIPAR_TIMEOUT asks for them
         self.lock = threading.Lock()
 
 
@@ -53,6 +54,7 @@ def main(function, *arguments):
     try:
         with checking():
             install(signals=True)
+            debug.settings()
             fault.check()
         code = function(*arguments)
     except SystemExit as exit_:
@@ -115,11 +117,36 @@ def install(members=None, *, signals=False):
     sys.excepthook = lambda kind, error, trace: _report(error.with_traceback(trace))
     threading.excepthook = lambda failure: _report(failure.exc_value)
     atexit.register(_leave, 0)
-    if mpi.MPI.Query_thread() == mpi.MPI.THREAD_MULTIPLE:
+    asked, multiple = debug.settings(), mpi.MPI.Query_thread() == mpi.MPI.THREAD_MULTIPLE
+    if asked is not None:
+        if not multiple:
+            raise ValueError("MPIPAR_TIMEOUT and MPIPAR_DEBUG need MPI's thread level multiple (mpi4py.rc)")
+        _debug(asked)
+    if multiple:
         from mpipar.comm import watch
-        _guard.watcher = threading.Thread(target=watch.watch, name="mpipar-guard", daemon=True,
-                                          args=(_guard.notices, _guard.closing, _LOOK, _PATIENCE, end_job))
+        look, patience = _LOOK, _PATIENCE
+        if asked is not None:
+            from mpipar.comm.watchdog import LOOK
+            look, patience = LOOK, 1.0 if asked.check else _PATIENCE
+        arguments = _guard.notices, _guard.closing, look, patience, end_job, _guard.watchdog
+        _guard.watcher = threading.Thread(target=watch.watch, name="mpipar-guard", daemon=True, args=arguments)
         _guard.watcher.start()
+
+
+def _debug(asked):
+    """The history of this rank and the watchdog."""
+    from mpipar.comm.traced import keep_history
+    from mpipar.comm.watchdog import Watchdog
+    _guard.history, notices = keep_history(asked.operations), _guard.notices
+    try:
+        _guard.history.keep_in(asked.folder or os.curdir, notices.rank, notices.size)
+    except OSError as error:
+        if asked.folder is not None:
+            raise ValueError(f"MPIPAR_DEBUG_DIR={asked.folder!r} can't be written to ({error.strerror})") from None
+        if notices.rank == 0:
+            _print(f"mpipar: warning: no file of the last operations can be kept here ({error.strerror}): "
+                   "MPIPAR_DEBUG_DIR=DIR says where\n")
+    _guard.watchdog = Watchdog(notices, asked, _guard.history, end_job)
 
 
 def start():
@@ -152,11 +179,21 @@ def end_job(code, text):
         else:
             if not _guard.lock.acquire(blocking=False):
                 time.sleep(3600)        # another thread of this rank is at it
+            if _guard.history is not None:
+                text = text.rstrip() + _keep_history(text)
             _only_the_lowest(code)
             sys.stderr.write("".join(f"[rank {notices.rank}] {line}\n" for line in text.splitlines()))
         sys.stderr.flush()
     finally:
         _abort(code)
+
+
+def _keep_history(text):
+    """The file of the last operations gets its final form; what to say of it."""
+    from mpipar.comm.waits import stacks
+    _guard.history.save(f"{text.rstrip()}\n{stacks()}")
+    path = _guard.history.path
+    return "" if path is None else f"\nthe last operations of each rank: {path.with_name('mpipar-rank*.log')}"
 
 
 def _only_the_lowest(code):
@@ -192,7 +229,11 @@ def _report(error):
         _refuse(str(error), everywhere=True)
     if isinstance(error, KeyboardInterrupt):
         end_job(130, "KeyboardInterrupt")
-    end_job(1, "".join(traceback.format_exception(type(error), error, error.__traceback__)))
+    told = traceback.TracebackException(type(error), error, error.__traceback__)
+    if type(error).__module__ == "mpipar.comm.fingerprint":         # of a mismatch: where the program called
+        outside = [frame for frame in told.stack if not frame.filename.startswith(os.path.dirname(__file__))]
+        told.stack = traceback.StackSummary.from_list(outside)
+    end_job(1, "".join(told.format()))
 
 
 def _refuse(text, *, everywhere):
@@ -214,6 +255,8 @@ def _refuse(text, *, everywhere):
     lower = any(rank < notices.rank for rank in refused)
     if notices.rank > 0 and not lower:
         _print(line)
+    if _guard.history is not None:
+        _guard.history.remove()
     if together:
         _close()
         sys.exit(2)
@@ -232,9 +275,42 @@ def _leave(code):
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     notices.send(LEFT, code)
+    if _guard.watchdog is not None:
+        _guard.watchdog.over = True
     if not notices.wait(_guard.members, GRACE if code else None):
         end_job(code, f"exit code {code}")
+    if _guard.history is not None:
+        _end_history(code)
     _close()
+
+
+def _end_history(code):
+    """All ranks have come to their end, or one has failed: the file of the last operations goes only if all is well.
+    """
+    from mpipar.comm.notices import DONE, FAILED
+    notices = _guard.notices
+    if code == 0 and "mpipar.comm.checked" in sys.modules:
+        _check_messages()
+    if code == 0:
+        notices.send(DONE, 0)
+        notices.wait(_guard.members, GRACE, (DONE, FAILED))
+    if code or any(notice.kind == FAILED or notice.code for notice in notices.received.values()):
+        _guard.watchdog.save()
+        if any(notice.kind == FAILED for notice in notices.received.values()):
+            time.sleep(3)               # that rank ends the job
+    else:
+        _guard.history.remove()
+
+
+def _check_messages():
+    """Where the ranks check their calls: what was sent was received."""
+    from mpipar.comm import checked
+    end, text = time.monotonic() + 0.5, checked.unreceived()
+    while text and time.monotonic() < end:      # an answer may be on its way
+        time.sleep(0.01)
+        text = checked.unreceived()
+    if text:
+        end_job(1, text)
 
 
 def _close():

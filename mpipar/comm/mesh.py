@@ -11,12 +11,10 @@ import contextlib
 import itertools
 import math
 import os
-import time
 
 import numpy as np
 
-from mpipar.comm import guard
-from mpipar.comm.group import Group
+from mpipar.comm import debug, guard
 from mpipar.comm.leftovers import clean_once
 from mpipar.comm.record import Recorder
 
@@ -67,6 +65,7 @@ class Mesh:
         self._node_of, self._members = _nodes_of_ranks(comm), _ranks_of_job(comm)
         self._serial, self._keys = next(_serials), itertools.count()
         self._comm, self._beside = comm, []
+        self._debug = None if comm is None else debug.settings()
         nodes = sorted(set(self._node_of))
         self.nodes = len(nodes)
         self.world = self._group(comm, "world", [list(range(self.size))])
@@ -86,8 +85,9 @@ class Mesh:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
-        self.close()
+    def __exit__(self, kind, *_):
+        if kind is None or self._debug is None:     # groups that are checked would wait for ranks that do not come
+            self.close()
 
     def groups(self, axis):
         """The ranks of every group along `axis`, a list of lists."""
@@ -147,9 +147,7 @@ class Mesh:
 
     def _wait_for_node(self):
         if self.node.size > 1:
-            pending = self.node.barrier_start()
-            while not pending.test():           # asleep, not spinning: the others need the cores
-                time.sleep(0.002)
+            self.node.barrier_start().wait(pause=0.002)     # asleep, not spinning: the others need the cores
 
     @contextlib.contextmanager
     def record(self):
@@ -193,7 +191,8 @@ class Mesh:
         members = [self._members[r] for r in ranks]
         key = self._serial << 40 | next(self._keys) << 32 | min(members)
         nodes = sorted({self._node_of[r] for r in ranks})
-        return Group(name, own, ranks=ranks, single_node=len(nodes) == 1, members=members, key=key,
+        make = debug.group_class(self._debug)
+        return make(name, own, ranks=ranks, single_node=len(nodes) == 1, members=members, key=key,
                      nodes=[nodes.index(self._node_of[r]) for r in ranks], back_end=self.back_end,
                      speaks=self._node_of[self.rank] == self.rank)
 

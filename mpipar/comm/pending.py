@@ -4,6 +4,8 @@ import time
 # Operations dropped without a wait: their buffers must outlive the messages, or MPI writes into freed memory.
 _abandoned = []
 
+_SHORTEST_PAUSE = 2e-5  # seconds
+
 
 class Pending:
     """What `..._start` returns. The arrays of the call may be neither written nor read before it is finished.
@@ -18,8 +20,17 @@ class Pending:
     def __init__(self, group, plan, requests, entry=None):
         self.group, self.plan, self._requests, self._entry = group, plan, requests, entry
 
-    def wait(self):
-        """Block until it is finished; the result. A second call returns the same result."""
+    def wait(self, pause=0.0):
+        """Block until it is finished; the result. A second call returns the same result.
+
+        pause: seconds of sleep between two looks, at most, which leaves the core to other ranks; 0: as MPI waits, which
+        spins.
+        """
+        if pause:
+            sleep = min(pause, _SHORTEST_PAUSE)
+            while not self.test():
+                time.sleep(sleep)
+                sleep = min(1.5 * sleep, pause)
         if self._requests is not None:
             start = time.perf_counter() if self._entry is not None else 0.0
             if self._requests:

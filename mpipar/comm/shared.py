@@ -39,13 +39,13 @@ def free_bytes():
 
 class Window:
     """A block of memory of one node: `rows` [rows, stride], of which this rank's array is row `mine`, `size` elements
-    long.
+    long. number: of the window in its group.
 
     The array itself is handed out and known here weakly: as long as it or a view of it lives, the memory may not go.
     """
 
-    def __init__(self, memory, address, rows, mine, size, stride, dtype, mpi):
-        self.memory = memory
+    def __init__(self, number, memory, address, rows, mine, size, stride, dtype, mpi):
+        self.number, self.memory = number, memory
         block = mpi.memory.fromaddress(address, rows * stride)
         self.rows = np.frombuffer(block, dtype).reshape(rows, -1)
         self.start, self.stop = address + mine * stride, address + mine * stride + size * dtype.itemsize
@@ -122,7 +122,7 @@ class SharedMemory:
         mine = self.row if rows > 1 else 0
         own = np.frombuffer(memory.Shared_query(mine)[0], np.uint8).ctypes.data
         assert own == address + mine * stride, "the rows of a window do not follow one another"
-        window = Window(memory, address, rows, mine, size, stride, dtype, mpi)
+        window = Window(len(self.windows), memory, address, rows, mine, size, stride, dtype, mpi)
         if length:
             window.rows[mine] = 0                       # by its owner: the memory lies near the rank that uses it most
         self._meet(memory)
@@ -161,7 +161,7 @@ class SharedMemory:
             self._meet(window.memory)
 
         ranks = self.group.size
-        return Plan("all_reduce", x, (), work, x.nbytes, 2 * x.nbytes * (ranks - 1) // ranks)
+        return _plan("all_reduce", x, work, x.nbytes, 2 * x.nbytes * (ranks - 1) // ranks, found)
 
     def reduce_scatter(self, x, axis, op, sizes, out):
         """From the rows into `out`, which may be this rank's part of its row."""
@@ -189,7 +189,7 @@ class SharedMemory:
                 np.copyto(out, rows[0, a:b])
             self._meet(window.memory)
 
-        return Plan("reduce_scatter", out, (), work, x.nbytes, x.nbytes * (group.size - 1) // group.size)
+        return _plan("reduce_scatter", out, work, x.nbytes, x.nbytes * (group.size - 1) // group.size, found)
 
     def all_gather(self, x, axis, sizes, out):
         """Into the rows, where x is this rank's part of its own."""
@@ -225,7 +225,7 @@ class SharedMemory:
             self._meet(window.memory)
 
         sent = out.nbytes * (group.size - 1) // group.size
-        return Plan("all_gather", out, (), work, out.nbytes, sent)
+        return _plan("all_gather", out, work, out.nbytes, sent, found)
 
     def broadcast(self, x, root):
         """From root's row into the others."""
@@ -249,7 +249,8 @@ class SharedMemory:
                 rows[self.row, first:last] = rows[self.here.index(root), first:last]
             self._meet(window.memory)
 
-        return Plan("broadcast", x, (), work, x.nbytes, 0 if group.rank == (root - 1) % group.size else x.nbytes)
+        sent = 0 if group.rank == (root - 1) % group.size else x.nbytes
+        return _plan("broadcast", x, work, x.nbytes, sent, found)
 
     def refresh(self, common, cuts):
         """After each rank has written its parts of a common array: every node has them all, and every rank sees them.
@@ -322,6 +323,13 @@ class SharedMemory:
     def _copy_from_leader(self, rows, first, last):
         if self.row:
             rows[self.row, first:last] = rows[0, first:last]
+
+
+def _plan(operation, result, work, bytes, sent, found):
+    """The plan of an operation on what `find` has found."""
+    plan = Plan(operation, result, (), work, bytes, sent)
+    plan.shared = found[0].number, *found[1:]
+    return plan
 
 
 def _like(comm, made, null):

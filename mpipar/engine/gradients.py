@@ -31,7 +31,7 @@ class Gradients:
         elif overlap is not None:
             self.reducer = OverlappingReducer(model, dtype=dtype, **overlap)
         else:
-            self.reducer = GradientReducer(model.buffers.grad, model.mesh.dp, dtype)
+            self.reducer = GradientReducer(model.buffers, model.mesh.dp, dtype)
         whole_elsewhere = model.zero is None and model.mesh.dp.rank > 0
         self.counted = [] if whole_elsewhere else [p for p in model.parameters if model.counts_here(p)]
 

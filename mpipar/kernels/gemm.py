@@ -8,11 +8,12 @@ lead here.
 import numpy as np
 
 from .dtypes import is_bfloat16
+from .elementwise import column_sum
 from .gelu import gelu_forward
 from .gemm_bfloat16 import gemm_bfloat16
 from .gemm_finish import ADD, GELU
 from .gemm_kept import kept
-from .gemm_plan import SMALL, plan_of, plans, split
+from .gemm_plan import SMALL, check_column_sums, plan_of, plans, split
 from .settings import settings
 from .threads import parallel_for
 from .vector import TILE_ROWS
@@ -23,20 +24,24 @@ THIN_ROWS = 3 * TILE_ROWS  # up to here packing b costs more than it saves
 FEW_ROWS, MORE_ROWS = 32, 256
 
 
-def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None):
+def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None, column_sums=None):
     """out[m, n] = a[m, k] @ b[k, n] (+ bias[n]) (+ residual[m, n]), added to out if `accumulate`; returns out.
 
     gelu: an array [m, n] that receives GeLU(out), erf form, while out is still in the cache; not together with
-    residual. Both: unit stride along their rows, no memory shared with out.
+    residual. Both: unit stride along their rows, no memory shared with out. column_sums: [n], contiguous, out's dtype
+    (float32 for bfloat16), gets the sums of b's columns added: where b is what comes back and out a weight's gradient,
+    the gradient of the bias.
     All float32 or all float64; or a and b bfloat16 (see `gemm_bfloat16.py`). a, b: any strides (transposed and
     sliced views are read where they lie). out: unit stride along its rows, and no memory shared with a or b. Any
     m, n, k >= 0: with k = 0 the product is zeros. The bits of the result do not depend on the number of threads.
     ValueError where shapes, dtypes or strides do not fit.
     """
     if is_bfloat16(a.dtype):
-        return gemm_bfloat16(a, b, out, accumulate, bias, residual, gelu)
+        return gemm_bfloat16(a, b, out, accumulate, bias, residual, gelu, column_sums)
     if settings.gemm == "blas":
         _check(a, b, out, bias, residual, gelu)
+        if column_sums is not None:
+            column_sum(np.ascontiguousarray(b), column_sums)
         return _finished(_blas(a, b, out, accumulate, bias), residual, gelu)
     dtype = out.dtype
     plan = plans.get(dtype.char)
@@ -48,6 +53,8 @@ def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None):
     if out.shape != (m, n) or b.shape[0] != k or out.strides[1] != dtype.itemsize:
         _check(a, b, out, bias)
     if not m or not n or not k:
+        if column_sums is not None:
+            column_sum(np.ascontiguousarray(b), column_sums)
         return _finished(_empty_sum(out, accumulate, bias), residual, gelu)
     finish = plan.no_finish
     if gelu is not None or residual is not None:
@@ -57,12 +64,18 @@ def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None):
     if m <= THIN_ROWS and b.strides[1] == dtype.itemsize:
         thin = FEW_ROWS if k * n > plan.far else MORE_ROWS
     packed = plan.panels(b) if kept.spans and not thin else 0
+    if column_sums is not None:
+        check_column_sums(column_sums, n, dtype)
+        if thin or packed:  # nothing of b is packed here
+            column_sum(np.ascontiguousarray(b), column_sums)
+            column_sums = None
     if bias is None:
         bias = plan.no_bias
     if settings.threads == 1 or m * k * n < SMALL:
-        plan.run(a, b, out, bias, accumulate, finish, thin, packed)
+        plan.run(a, b, out, bias, accumulate, finish, thin, packed, column_sums)
     else:
-        parallel_for(plan.run, split(a, b, out, bias, accumulate, finish, thin, settings.threads, packed))
+        parallel_for(plan.run, split(a, b, out, bias, accumulate, finish, thin, settings.threads, packed,
+                                     column_sums))
     return out
 
 

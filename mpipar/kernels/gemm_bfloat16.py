@@ -14,10 +14,11 @@ from . import gemm_pairs
 from .bfloat16 import rounded, widened
 from .cache import jit
 from .dtypes import bits, is_bfloat16
+from .elementwise import column_sum
 from .gelu import erf_value
 from .gemm_finish import ADD, GELU, NOTHING
 from .gemm_kept import kept
-from .gemm_plan import SMALL, flat, plan_of, split
+from .gemm_plan import SMALL, check_column_sums, flat, plan_of, split
 from .host import host
 from .pairs import units
 from .polynomials import VECTOR_FLAGS
@@ -30,7 +31,7 @@ SUMS = 1 << 18  # float32 elements of the sums that are not rounded yet: 1 MiB
 LEAST_ROWS = 384  # of them: b is packed again for every such part, which must stay small beside its product
 
 
-def gemm_bfloat16(a, b, out, accumulate, bias, residual, gelu):
+def gemm_bfloat16(a, b, out, accumulate, bias, residual, gelu, column_sums=None):
     """`gemm` for a and b of bfloat16.
 
     out: bfloat16, with bias, residual and gelu of bfloat16 too, gelu being that of the rounded out; or float32 for sums
@@ -39,6 +40,9 @@ def gemm_bfloat16(a, b, out, accumulate, bias, residual, gelu):
     """
     _check(a, b, out, accumulate, bias, residual, gelu)
     m, n = out.shape
+    if column_sums is not None:  # in a pass of its own: sums over words of two steps would take as long
+        check_column_sums(column_sums, n, np.dtype(np.float32))
+        column_sum(np.ascontiguousarray(b), column_sums)
     if not m or not n:
         return out
     operands = bits(a), bits(b), bits(out), _NO_BIAS if bias is None else bits(bias)
@@ -52,7 +56,7 @@ def gemm_bfloat16(a, b, out, accumulate, bias, residual, gelu):
         run, panels = _whole if out.dtype == np.float32 else _by_parts, how.panels
     packed = panels(operands[1]) if kept.spans and a.shape[1] else 0
     if settings.threads == 1 or m * a.shape[1] * n < SMALL:
-        run(how, *operands, accumulate, finish, 0, packed)
+        run(how, *operands, accumulate, finish, 0, packed, None)
     else:
         parallel_for(run, [(how, *task) for task in split(*operands, accumulate, finish, 0, settings.threads, packed)])
     return out
@@ -71,11 +75,11 @@ def unit():
     return name
 
 
-def _on_unit(name, a, b, out, bias, accumulate, finish, thin, packed):
+def _on_unit(name, a, b, out, bias, accumulate, finish, thin, packed, _):
     gemm_pairs.run(name, a, b, out, bias, accumulate, finish, packed)
 
 
-def _whole(plan, a, b, out, bias, accumulate, finish, thin, packed):
+def _whole(plan, a, b, out, bias, accumulate, finish, thin, packed, _=None):
     if a.shape[1]:
         plan.run(a, b, out, bias, accumulate, plan.no_finish, thin, packed)
         return
@@ -85,7 +89,7 @@ def _whole(plan, a, b, out, bias, accumulate, finish, thin, packed):
         out += (bias.astype(np.uint32) << 16).view(np.float32)
 
 
-def _by_parts(plan, a, b, out, bias, accumulate, finish, thin, packed):
+def _by_parts(plan, a, b, out, bias, accumulate, finish, thin, packed, _):
     m, n = out.shape
     height = min(m, max(LEAST_ROWS, SUMS // n))
     sums = _memory(height * n).reshape(height, n)

@@ -4,9 +4,11 @@ Where the register kernel asks for cache lines (see `host.prefetches`), each ste
 the next panels come from; without that, packing waits for memory.
 """
 
+import numpy as np
+
 from .cache import jit
 from .gemm_finish import finish_part
-from .gemm_pack import pack_panel
+from .gemm_pack import pack_panel, sum_columns
 from .host import host
 from .vector import LINE, TILE_ROWS, address, lanes, load, number_of, size_of, store, tile, tile_ahead
 
@@ -20,8 +22,8 @@ TILES_ASK = host().prefetches
 
 
 @jit
-def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other, other_row, thin, packed, kc, mc, nc,
-                    work_a, work_b, work_bias):
+def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other, other_row, thin, packed, column_sums,
+                    kc, mc, nc, work_a, work_b, work_bias):
     """out (+)= a @ b (+ bias) for 2-D arrays of any strides (out: unit stride along a row).
 
     All have zero's type; or zero and out are float32, and a, b and bias the bits of bfloat16 (uint16), which packing
@@ -29,9 +31,10 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
     block sizes along k, m, n, multiples of nothing in particular. finish: what is done to each part of out while it is
     still near (see `gemm_finish.py`); flat, other: out and the other array of it as flat memory, row and other_row:
     elements from one of their rows to the next. thin: m is small, b has unit stride along its rows and is read where it
-    lies. packed: address of all panels of b, as `pack_whole` makes them for kc, or 0. work_a, work_b, work_bias:
-    addresses of memory for a block of A (all of A if thin), for a block of B (one group of panels if m <= mc, none if
-    packed) and for the bias. The order of each sum depends on k and kc only.
+    lies. packed: address of all panels of b, as `pack_whole` makes them for kc, or 0. column_sums: [n], or empty: gets
+    the sums of b's columns added, which are made while the panels are near; neither thin nor packed. work_a, work_b,
+    work_bias: addresses of memory for a block of A (all of A if thin), for a block of B (one group of panels if m <= mc,
+    none if packed) and for the bias. The order of each sum depends on k and kc only.
     """
     m, k = a.shape
     n = b.shape[1]
@@ -45,7 +48,8 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
     a_at, a_row, a_k = address(a), a.strides[0], a.strides[1]
     b_at, b_k, b_column = address(b), b.strides[0], b.strides[1]
     c_at, c_row = address(out), out.strides[0]
-    has_bias = bias.shape[0] > 0
+    has_bias, has_sums = bias.shape[0] > 0, column_sums.shape[0] > 0
+    totals, block = np.zeros(n if has_sums else 0), np.empty(vector, flat.dtype)
     if has_bias:
         _copy_bias(element_bias, bias, n, panel, work_bias)
     if thin:
@@ -108,6 +112,8 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                         if in_group == 0:
                             here = min(group, columns_here - j)
                             _pack_columns(element, source, b_column, b_k, here, n - j0 - j - here, depth, b_panel)
+                            if has_sums:
+                                sum_columns(element, b_panel, here, depth, block, totals[j0 + j:j0 + j + here])
                         next_b, line, step = source + group * b_column, LINE + none, b_k
                         if b_column != source_size:
                             line, lines = b_column, panel
@@ -136,6 +142,8 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                         first = j0 + j - in_group
                         finish_part(finish, flat, i0 * row + first, row, other, i0 * other_row + first, other_row,
                                     rows_here, in_group + columns)
+    for j in range(column_sums.shape[0]):
+        column_sums[j] += totals[j]
 
 
 @jit

@@ -6,8 +6,10 @@ k has another. bfloat16 becomes float32 on the way.
 """
 
 from .cache import jit
-from .vector import (LINE, copy_lanes, copy_vector, lanes, load, number_of, size_of, stand_alone, store,
-                     transpose_lanes)
+from .vector import (LINE, address, copy_lanes, copy_vector, lanes, load, number_of, size_of, stand_alone, store,
+                     sum_vectors, transpose_lanes)
+
+SUM_STEPS = 64  # steps of k that are summed in the numbers' own type; these sums are added in float64
 
 
 @jit
@@ -34,6 +36,26 @@ def pack_panel(zero, source, line_step, k_step, lines, beyond, k, width, target)
             if i < lines:
                 value = load(zero, source + i * line_step + p * k_step)
             store(value, target + (p * width + i) * packed)
+
+
+@jit
+def sum_columns(zero, panels, columns, depth, block, totals):
+    """totals[j] += the sum of column j over `depth` steps of k, from packed panels of B, while they are near.
+
+    block: memory for a vector of numbers. totals: [columns], float64: the rounding error does not grow with k.
+    """
+    stand_alone(zero)
+    size, vector = size_of(number_of(zero)), lanes(zero)
+    for j in range(0, columns, 2 * vector):
+        here = min(2 * vector, columns - j)
+        width = vector if here <= vector else 2 * vector
+        for p in range(0, depth, SUM_STEPS):
+            for v in range(0, here, vector):
+                sum_vectors(zero, panels + (p * width + v) * size, width * size, min(SUM_STEPS, depth - p),
+                            address(block))
+                for i in range(min(vector, here - v)):
+                    totals[j + v + i] += block[i]
+        panels += width * depth * size
 
 
 @jit(inline=True)

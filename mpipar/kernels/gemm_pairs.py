@@ -51,8 +51,8 @@ def run(unit, a, b, out, bias, accumulate, finish, packed=0):
     beside_row = 0 if other is None else _row(other)
     _compile()
     what = what if numbers is _NO_NUMBERS else SUMS
-    pairs_product(UNITS[unit], _SHAPES, a, b, bias, accumulate, what, numbers, halves, _row(out), beside, beside_row, rows,
-                  columns, work_a, work_b, packed > 0)
+    pairs_product(UNITS[unit], _SHAPES, a, b, bias, accumulate, what, numbers, halves, _row(out), beside, beside_row,
+                  rows, columns, work_a, work_b, packed > 0)
 
 
 def panels(b):

@@ -49,12 +49,14 @@ class Plan:
         blocked_product.compile((element, operand, operand, types.Array(element, 2, "A"),
                                  types.Array(stored, 1, "A", readonly=True), types.boolean)
                                 + (word, types.Array(element, 1, "C"), word) + (types.Array(element, 1, "C"), word)
-                                + (types.boolean,) + (word,) * 7)
+                                + (types.boolean, word, types.Array(element, 1, "C")) + (word,) * 6)
         blocked_product.disable_compile()  # this form takes every layout; no other is made for C or F order
 
-    def run(self, a, b, out, bias, accumulate, finish, thin, packed=0):
+    def run(self, a, b, out, bias, accumulate, finish, thin, packed=0, column_sums=None):
         """One thread's product. thin depends on the whole product, not on the part of it that comes here. packed: of b,
-        see `panels`."""
+        see `panels`. column_sums: see `blocked_product`."""
+        if column_sums is None:
+            column_sums = self.no_other
         key = (a.shape, b.shape[1], thin, packed > 0)
         blocks = getattr(self.local, "blocks", _NONE).get(key)
         if blocks is None:
@@ -64,7 +66,8 @@ class Plan:
             flats = self.no_other, 0, self.no_other, 0
         else:
             flats = flat(out), out.strides[0] // self.size, flat(other), other.strides[0] // self.size
-        blocked_product(self.zero, a, b, out, bias, accumulate, what, *flats, thin > 0, packed, *blocks)
+        blocked_product(self.zero, a, b, out, bias, accumulate, what, *flats, thin > 0, packed, column_sums,
+                        *blocks)
 
     def prepare(self, key):
         """Block sizes and this thread's memory for one shape; both are kept."""
@@ -127,7 +130,7 @@ def flat(x):
     return np.lib.stride_tricks.as_strided(x, (length,), (x.itemsize,))
 
 
-def split(a, b, out, bias, accumulate, finish, thin, threads, packed=0):
+def split(a, b, out, bias, accumulate, finish, thin, threads, packed=0, column_sums=None):
     """Tasks for `threads` threads: a grid of blocks of out that repeats as little packing as possible. With b packed
     already, rows only."""
     m, n = out.shape
@@ -137,8 +140,16 @@ def split(a, b, out, bias, accumulate, finish, thin, threads, packed=0):
     columns = [n * i // over_n for i in range(over_n + 1)]
     what, other = finish
     return [(a[r:r2], b[:, c:c2], out[r:r2, c:c2], bias[c:c2], accumulate,
-             (what, None if other is None else other[r:r2, c:c2]), thin, packed)
+             (what, None if other is None else other[r:r2, c:c2]), thin, packed,
+             None if column_sums is None or r else column_sums[c:c2])
             for r, r2 in zip(rows, rows[1:]) for c, c2 in zip(columns, columns[1:]) if r < r2 and c < c2]
+
+
+def check_column_sums(column_sums, n, dtype):
+    """ValueError if it is not [n], contiguous, of the type of the sums."""
+    if column_sums.shape != (n,) or column_sums.dtype != dtype or not column_sums.flags.carray:
+        raise ValueError(f"gemm: column_sums is {column_sums.dtype} {column_sums.shape}; valid: {dtype} ({n},), "
+                         "contiguous and writable")
 
 
 plans = {}  # by the letter of the dtype

@@ -16,7 +16,8 @@ from numba.extending import intrinsic
 
 from .cache import jit
 from .gemm_plain import check_tile
-from .vector import LANES, address, lanes, size_of
+from .instructions import LANES
+from .vector import address, lanes, size_of
 from .wide import wide_vectors
 
 DOT = {"contract", "reassoc"}  # lets LLVM keep a dot product as one sum in each lane

@@ -21,7 +21,8 @@ from numba.extending import intrinsic
 
 from .cache import jit
 from .host import host
-from .vector import Code, stand_alone
+from .instructions import Code
+from .vector import stand_alone
 
 BLOCK = 32  # lines of a panel, columns of a panel, and steps of k of a block
 BLOCK_BYTES = BLOCK * BLOCK * 2

@@ -17,8 +17,8 @@ class Settings:
     """Process-wide state of the kernels; there is one object, `settings`.
 
     gemm: "numba" (our blocked product) or "blas" (numpy.matmul). bfloat16: "amx" or "avx512", instructions for it that
-    not every CPU has, "convert" (panels of float32), or "auto", the first of them that this CPU has. threads: how many Python threads
-    `parallel_for` uses. Assigning a value that does not fit raises ValueError.
+    not every CPU has, "convert" (panels of float32), or "auto", the best of them on this CPU. threads: how many Python
+    threads `parallel_for` uses. Assigning a value that does not fit raises ValueError.
     """
 
     def __init__(self):

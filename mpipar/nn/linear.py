@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipar.kernels.elementwise import column_sum
 from mpipar.kernels.gemm import gemm
 from mpipar.kernels.memory import passing_like
 from mpipar.nn.layer import Layer, run_or_defer
@@ -58,9 +57,9 @@ class Linear(Layer):
     def weight_gradient(self, x: np.ndarray, dy: np.ndarray, later: list | None = None):
         """dW += x^T dy,  db += sum over rows of dy; left to `later` if that is a list."""
         def work():
-            gemm(rows(x).T, rows(dy), matrix(self.weight.grad), accumulate=True)
-            if self.bias is not None:
-                column_sum(rows(dy), self.bias.grad.reshape(-1))
+            sums = None if self.bias is None else self.bias.grad.reshape(-1)
+            gradient, adds = self.weight.claim_gradient()
+            gemm(rows(x).T, rows(dy), matrix(gradient), accumulate=adds, column_sums=sums)
 
         run_or_defer(work, later)
 

@@ -34,7 +34,8 @@ class Parameter:
     tp_rank, tp_size: which part of `shard_dim` this rank holds.
     decay: whether weight decay applies (weight matrices and embeddings, not biases and norms).
     data: the values that layers compute with. master: the values that the optimizer changes, the same memory as data
-    but for bfloat16: then float32, of which data is the rounded copy. grad: of master's dtype.
+    but for bfloat16: then float32, of which data is the rounded copy. grad: of master's dtype. fresh: nothing was added
+    to the gradient yet and its memory holds old numbers; who reads `grad` gets zeros.
     """
 
     name: str
@@ -45,8 +46,30 @@ class Parameter:
     tp_size: int = 1
     decay: bool = True
     data: np.ndarray | None = field(default=None, repr=False)
-    grad: np.ndarray | None = field(default=None, repr=False)
     master: np.ndarray | None = field(default=None, repr=False)
+    fresh: bool = field(default=False, repr=False)
+    _grad: np.ndarray | None = field(default=None, repr=False)
+
+    @property
+    def grad(self) -> np.ndarray | None:
+        """The gradient: what was added since the step began."""
+        self.settle_gradient()
+        return self._grad
+
+    @grad.setter
+    def grad(self, array: np.ndarray | None):
+        self._grad, self.fresh = array, False
+
+    def settle_gradient(self) -> None:
+        """Zeros, if nothing was added."""
+        if self.fresh:
+            self._grad[...] = 0
+            self.fresh = False
+
+    def claim_gradient(self) -> tuple[np.ndarray, bool]:
+        """(array, whether to add to it): the first product of a step writes the whole array, so nobody has to clear it."""
+        adds, self.fresh = not self.fresh, False
+        return self._grad, adds
 
     @property
     def sharded(self) -> bool:
@@ -109,6 +132,19 @@ class FlatBuffers:
             parameter.master = parameter.data
             if self.master is not self.data:
                 parameter.master = self.master[start:stop].reshape(parameter.shape())
+
+    def begin_gradients(self) -> None:
+        """A step begins: all gradients count as zero."""
+        for parameter in self.parameters:
+            parameter.fresh = True
+
+    def settle_gradients(self, start: int = 0, stop: int | None = None) -> None:
+        """Zeros where nothing was added, in all parameters that have elements in this range of `grad`: before `grad` is
+        read as a whole."""
+        stop = self.size if stop is None else stop
+        for parameter, first, last in zip(self.parameters, self.bounds, self.bounds[1:]):
+            if first < stop and last > start:
+                parameter.settle_gradient()
 
     @property
     def size(self) -> int:

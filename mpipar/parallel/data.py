@@ -15,25 +15,26 @@ PIECE = 1 << 22  # gradients that are rounded for a message at a time
 
 
 class GradientReducer:
-    """Sums the flat gradient buffer over the replicas: one all-reduce a step, however many micro-batches ran.
+    """Sums the flat gradients over the replicas: one all-reduce a step, however many micro-batches ran.
 
-    dtype: of the messages, see `sum_gradients`. With overlap, see overlap.py.
+    buffers: the model's FlatBuffers. dtype: of the messages, see `sum_gradients`. With overlap, see overlap.py.
     """
 
-    def __init__(self, gradients: np.ndarray, group, dtype=None):
-        self.gradients = gradients
+    def __init__(self, buffers, group, dtype):
+        self.buffers = buffers
         self.group = group
-        self.dtype = gradients.dtype if dtype is None else np.dtype(dtype)
+        self.dtype = np.dtype(dtype)
 
     before = after = None  # nothing to do around the actions of the schedule
 
     def clear(self) -> None:
         """All gradients zero, before the first micro-batch."""
-        self.gradients[:] = 0
+        self.buffers.begin_gradients()
 
     def finish(self) -> None:
         """Block until every replica holds the sum."""
-        sum_gradients(self.group, self.gradients, self.dtype)
+        self.buffers.settle_gradients()
+        sum_gradients(self.group, self.buffers.grad, self.dtype)
 
 
 def sum_gradients(group, gradients: np.ndarray, dtype: np.dtype) -> None:
@@ -43,7 +44,7 @@ def sum_gradients(group, gradients: np.ndarray, dtype: np.dtype) -> None:
     gets the same rounded sums.
     """
     if group.size == 1 or not is_bfloat16(dtype):
-        group.all_reduce(gradients)
+        group.all_reduce(gradients, name="gradients")
         return
     flat = gradients.reshape(-1)
     message = np.empty(min(flat.size, PIECE), dtype)

@@ -178,7 +178,7 @@ class OverlappingReducer:
     """
 
     def __init__(self, model, stages: list[int], *, dtype, bucket_mb: float | None = None, patient: bool):
-        self.gradients, self.dtype = model.buffers.grad, np.dtype(dtype)
+        self.buffers, self.gradients, self.dtype = model.buffers, model.buffers.grad, np.dtype(dtype)
         self.group = model.mesh.beside("dp", patient=patient)
         if not is_bfloat16(self.dtype):
             self.group.share(model.mesh.dp, self.gradients)
@@ -198,7 +198,7 @@ class OverlappingReducer:
     def clear(self) -> None:
         """All gradients zero, before the first micro-batch."""
         self._begin()
-        self.gradients[:] = 0
+        self.buffers.begin_gradients()
 
     def before(self, action, last: bool) -> None:
         """Around every action of the schedule: whether it is the last to add to the gradients of its stage."""
@@ -225,6 +225,7 @@ class OverlappingReducer:
 
     def start(self, bucket: Bucket) -> None:
         """Let the helper sum a bucket."""
+        self.buffers.settle_gradients(bucket.start, bucket.stop)
         self.helper.do(sum_gradients, self.group, self.gradients[bucket.start : bucket.stop], self.dtype)
 
     def finish(self) -> None:

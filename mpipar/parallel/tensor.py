@@ -59,7 +59,7 @@ class ColumnParallelLinear(Linear):
     def input_gradient(self, dy):
         """dx = sum over the ranks of dy W^T (the operator f); weight and bias gradients stay local."""
         dx = super().input_gradient(dy)
-        return dx if dx is None else self.group.all_reduce(dx)
+        return dx if dx is None else self.group.all_reduce(dx, name=self.weight.name)
 
 
 class RowParallelLinear(Linear):
@@ -83,7 +83,7 @@ class RowParallelLinear(Linear):
             gemm(rows(x), self.weight.data, rows(y), bias=bias, residual=around)
             return y, x
         gemm(rows(x), self.weight.data, rows(y))
-        self.group.all_reduce(y)  # the operator g
+        self.group.all_reduce(y, name=self.weight.name)  # the operator g
         if bias is not None and around is not None:
             bias_residual(rows(y), bias, around, rows(y))
         elif bias is not None:
@@ -126,7 +126,7 @@ class VocabParallelEmbedding(Layer):
             raise ValueError(f"tokens reach from {tokens.min()} to {tokens.max()}: valid are 0 to {vocab - 1}")
         x = np.empty((*tokens.shape, self.weight.data.shape[1]), self.weight.data.dtype)
         embedding_forward(tokens.reshape(-1), self.weight.data, self.first, rows(x))
-        self.group.all_reduce(x)
+        self.group.all_reduce(x, name=self.weight.name)
         add_positions(x, self.positions.data)
         return x, tokens
 
@@ -166,10 +166,10 @@ class VocabParallelHead(Layer):
         logits = self.logits(x)
         maximum = np.empty(len(targets), sums_dtype(x.dtype))
         row_max(logits, maximum)
-        self.group.all_reduce(maximum, "max")
+        self.group.all_reduce(maximum, "max", name="logits' maximum")
         sums = np.empty((2, len(targets)), maximum.dtype)  # sum of exponentials; logit of the target
         cross_entropy_sums(logits, maximum, targets, self.first, sums[0], sums[1])
-        self.group.all_reduce(sums)
+        self.group.all_reduce(sums, name="logits' sums")
         valid = targets >= 0
         losses = np.log(sums[0][valid].astype(np.float64)) + (maximum - sums[1])[valid]
         return float(losses.sum()), (x, logits, maximum, sums[0], targets)
@@ -184,9 +184,10 @@ class VocabParallelHead(Layer):
         cross_entropy_backward(logits, maximum, sum_exp, targets, self.first, scale, logits)
 
         def weight_gradient():
-            gemm(logits.T, rows(x), self.weight.grad, accumulate=True)
+            gradient, adds = self.weight.claim_gradient()
+            gemm(logits.T, rows(x), gradient, accumulate=adds)
 
         run_or_defer(weight_gradient, later)
         dx = np.empty_like(x)
         gemm(logits, self.weight.data, rows(dx))
-        return self.group.all_reduce(dx)
+        return self.group.all_reduce(dx, name=self.weight.name)

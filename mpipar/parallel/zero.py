@@ -60,7 +60,7 @@ class Unit:
 
     def __init__(self, parameters: list[Parameter], start: int, group):
         ends = np.cumsum([0, *(p.size for p in parameters)])
-        self.parameters = parameters
+        self.parameters, self.name = parameters, parameters[0].name if parameters else ""
         self.start, self.stop = start, start + int(ends[-1])
         ranges = [split_range(int(ends[-1]), group.size, rank) for rank in range(group.size)]
         self.sizes = [last - first for first, last in ranges]
@@ -204,9 +204,9 @@ class Zero:
         """This replica's part of the sum over the replicas of a unit's whole gradients, written where it lies in them."""
         part = whole[unit.part]
         if self.messages is None:
-            return self.group.reduce_scatter(whole, sizes=unit.sizes, out=part)
+            return self.group.reduce_scatter(whole, sizes=unit.sizes, out=part, name=unit.name)
         message = narrow(whole, self.messages.take(whole.size))
-        widen(self.group.reduce_scatter(message, sizes=unit.sizes, out=message[unit.part]), part)
+        widen(self.group.reduce_scatter(message, sizes=unit.sizes, out=message[unit.part], name=unit.name), part)
         self.messages.give(message)
         return part
 
@@ -261,7 +261,8 @@ class Zero:
             self.group.refresh(self.common, [(unit.start, unit.sizes) for unit in self.units])
         elif self.stage < 3:
             for unit in self.units:
-                self.group.all_gather(unit.data, sizes=unit.sizes, out=self.buffers.data[unit.start : unit.stop])
+                out = self.buffers.data[unit.start : unit.stop]
+                self.group.all_gather(unit.data, sizes=unit.sizes, out=out, name=unit.name)
 
     # While blocks compute (stages 2 and 3)
 
@@ -276,7 +277,7 @@ class Zero:
         """The unit's whole parameters are on their way."""
         if self.gathers and unit.whole["data"] is None and unit.pending is None:
             out = self.spare["data"].take(unit.stop - unit.start)
-            unit.pending = self.group.all_gather_start(unit.data, sizes=unit.sizes, out=out)
+            unit.pending = self.group.all_gather_start(unit.data, sizes=unit.sizes, out=out, name=unit.name)
 
     def free(self, unit: Unit) -> None:
         """The unit's whole parameters are needed no longer."""
@@ -325,7 +326,7 @@ class Zero:
                 continue
             if self.unit_of[parameter] is not unit:
                 unit = self.unit_of[parameter]
-                held = unit.views(self.group.all_gather(getattr(unit, what), sizes=unit.sizes))
+                held = unit.views(self.group.all_gather(getattr(unit, what), sizes=unit.sizes, name=unit.name))
             yield parameter, held[unit.parameters.index(parameter)]
 
 

@@ -35,10 +35,12 @@ def test_one_rank_does_the_same_work(tmp_path):
 
 
 def test_the_flags_of_one_rank():
-    config = parse([*GPT, "--pp", "2", "--schedule", "zb-v", "--layers-per-stage", "1,1,1,1", "--vocab", "99", "--no-tied"])
+    config = parse([*GPT, "--pp", "2", "--schedule", "zb-v", "--layers-per-stage", "1,1,1,1", "--vocab", "99", "--no-tied",
+                    "--bucket-mb", "2", "--overlap"])
     alone = parse(one_rank(config.resolved(2))).resolved(1)
     assert (alone.dp, alone.tp, alone.pp, alone.zero, alone.schedule, alone.layers_per_stage) == (1, 1, 1, 0, "1f1b", None)
     assert (alone.vocab, alone.tied, alone.global_batch, alone.micro_batches, alone.layers) == (99, False, 8, 4, 4)
+    assert alone.overlap is None and alone.bucket_mb is None
     alone.check()
 
 
@@ -79,9 +81,11 @@ def test_another_computation_is_noticed(capsys):
     ("torch", 2, ("--dropout", "0.1"), ["no --dropout 0.1"]),
     ("torch", 2, ("--dtype", "bfloat16"), ["float32 or float64"]),
     ("torch", 2, ("--optimizer", "sgd"), ["valid is adamw"]),
+    ("torch", 2, ("--compress", "bfloat16"), ["no --compress"]),
     ("torch", 2, ("--pp", "4"), ["are 4 ranks: --ranks 2 is not"]),
     ("torch-compile", 2, ("--tp", "2"), ["data parallelism alone"]),
     ("one-rank", 1, (), ["at least 2"]),
+    ("one-rank", 2, ("--pp", "2", "--stage-delay", "5"), ["leave --stage-delay out"]),
 ])
 def test_what_has_no_peer_is_refused(capsys, against, ranks, options, words):
     with pytest.raises(SystemExit) as end:

@@ -18,12 +18,13 @@ from mpipar.parallel.pipeline.schedule import SCHEDULES, SEVERAL_CHUNKS, build, 
 TINY = dict(layers=4, dim=32, heads=4, vocab=64, seq=16, dtype="float64")
 
 
-def trainer(mesh=None, *, schedule="1f1b", micro_batches=1, optimizer=None, clip=0.0, **changes):
+def trainer(mesh=None, *, schedule="1f1b", micro_batches=1, optimizer=None, clip=0.0, overlap=False, **changes):
     if mesh is not None and schedule in SCHEDULES:
         plan = build(schedule, mesh.pp.size, micro_batches, 2 if schedule in SEVERAL_CHUNKS else 1)
         changes["placement"] = placement(plan)
     model = GPT(mesh=mesh, **{**TINY, **changes})
-    return Trainer(model, optimizer or SGD(lr=0.0), schedule=schedule, micro_batches=micro_batches, clip=clip)
+    return Trainer(model, optimizer or SGD(lr=0.0), schedule=schedule, micro_batches=micro_batches, clip=clip,
+                   overlap=overlap)
 
 
 def tokens(batch=32, seed=0):
@@ -180,6 +181,23 @@ def test_a_last_batch_of_one_sample_over_three_ranks(comm):
         batch = source.batch(step)
         assert t.step(batch).loss == pytest.approx(alone.step(batch).loss, rel=1e-12)
     assert batch.size == 1 and alone.evaluate([batch]) == pytest.approx(t.evaluate([batch]), rel=1e-12)
+
+
+@pytest.mark.mpi(np=[1, 2, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble", "zb-v"])
+def test_nothing_of_the_last_step_is_left_in_the_gradients(comm, schedule):
+    """No one clears them: the first to come overwrites. So numbers that would spoil everything are put there."""
+    hashes, pp = [], 1 if comm.size == 2 and schedule != "zb-v" else min(comm.size, 2)
+    for spoil, overlap in ((False, False), (True, False), (True, True)):
+        mesh = Mesh(comm, dp=comm.size // pp, pp=pp)
+        t = trainer(mesh, schedule=schedule, micro_batches=2, optimizer=AdamW(lr=1e-2), overlap=overlap)
+        for step in range(3):
+            if spoil:
+                t.model.buffers.grad[:] = np.nan
+            t.step(tokens(seed=step))
+        hashes.append(parameters_sha256(t.model))
+        assert np.isfinite(t.model.buffers.grad).all()
+    assert len(set(hashes)) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

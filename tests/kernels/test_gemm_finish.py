@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mpipar.kernels import plain
+from mpipar.kernels.dtypes import as_dtype, is_bfloat16, sums_dtype
 from mpipar.kernels.gemm import gemm
 from mpipar.kernels.settings import settings
 from tests.helpers.kernels import DTYPES, assert_close, normal, same_bits, threads
@@ -43,6 +44,53 @@ def test_against_passes_of_their_own(shape, dtype, backend):
     assert_close(out / scale, (expected + residual) / scale, TOLERANCE[dtype])
     gemm(a, b, out, accumulate=True, residual=residual)
     assert_close(out / scale, (2 * expected + 2 * residual - bias) / scale, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("backend", ["numba", "blas"])
+@pytest.mark.parametrize("dtype", (*DTYPES, "bfloat16"))
+@pytest.mark.parametrize("shape", [*SHAPES, (130, 1, 65), (130, 129, 33), (200, 2050, 1), (60, 64, 200)])
+def test_column_sums(shape, dtype, backend):
+    m, k, n = shape
+    dtype = as_dtype(dtype)
+    if backend == "blas" and is_bfloat16(dtype):
+        pytest.skip("NumPy has no such product")
+    settings.gemm = backend
+    a, b, sums = normal(1, m, k, dtype=dtype), normal(2, k, n, dtype=dtype), sums_dtype(dtype)
+    expected, totals = a.astype(np.float64) @ b.astype(np.float64), 2 + b.astype(np.float64).sum(axis=0)
+    for b in (b, np.ascontiguousarray(b.T).T, np.repeat(b, 2, axis=1)[:, ::2]):
+        results = []
+        for count in (1, 2, 3):
+            with threads(count):
+                out, columns = np.ones((m, n), sums), np.full(n, 2, sums)
+                gemm(a, b, out, accumulate=True, column_sums=columns)
+            assert_close(columns, totals, 1e-6 if sums == np.float32 else 1e-14)
+            assert_close(out - 1, expected, 1e-4 if sums == np.float32 else 1e-12)
+            results.append((out, columns))
+        assert all(same_bits(columns, results[0][1]) for _, columns in results)
+        without = np.ones((m, n), sums)
+        gemm(a, b, without, accumulate=True)
+        assert same_bits(without, results[0][0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_error_of_column_sums_does_not_grow_with_their_length(dtype):
+    """0.1 is no number of float32: plain sums of 200,000 of them are off by 1e-3 of their value."""
+    tenths = np.full((200_000, 70), 0.1, as_dtype(dtype))
+    columns = np.zeros(70, np.float32)
+    gemm(np.zeros((60, 200_000), tenths.dtype), tenths, np.zeros((60, 70), np.float32), column_sums=columns)
+    exact = 200_000 * float(tenths[0, 0])
+    assert np.abs(columns - exact).max() <= 2e-6 * exact
+    plain_sum = np.cumsum(tenths[:, 0].astype(np.float32))[-1]
+    assert abs(plain_sum - exact) > 1e-4 * exact  # control
+
+
+def test_column_sums_that_do_not_fit_are_refused():
+    a = np.zeros((50, 60), np.float32)
+    for wrong in (np.zeros(59, np.float32), np.zeros(60), np.zeros((1, 60), np.float32), np.zeros(120, np.float32)[::2]):
+        out = np.ones((50, 60), np.float32)
+        with pytest.raises(ValueError, match="column_sums"):
+            gemm(a, np.zeros((60, 60), np.float32), out, column_sums=wrong)
+        assert (out == 1).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

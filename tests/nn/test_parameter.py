@@ -68,3 +68,21 @@ def test_flat_buffers_are_views_in_order():
     a.grad[1, 2] = 5
     assert flat.grad[5] == 5
     assert aligned_zeros(7, "float32").ctypes.data % 64 == 0
+
+
+def test_the_first_gradient_of_a_step_overwrites_and_the_others_add():
+    first, second, third = (Parameter(name, (2, 3), Constant(0.0)) for name in "abc")
+    buffers = FlatBuffers([first, second, third], "float64")
+    buffers.grad[:] = np.nan  # of the step before
+    buffers.begin_gradients()
+    array, adds = first.claim_gradient()
+    assert not adds and np.shares_memory(array, buffers.grad)
+    array[:] = 1
+    array, adds = first.claim_gradient()
+    assert adds and (first.grad == 1).all()
+    second.grad[0] += 2
+    assert second.grad.tolist() == [[2, 2, 2], [0, 0, 0]]
+    buffers.settle_gradients(0, 12)
+    assert np.isnan(buffers.grad[12:]).all()  # not in that range
+    buffers.settle_gradients(11, 13)
+    assert buffers.grad.tolist() == [1] * 6 + [2] * 3 + [0] * 9

@@ -56,11 +56,11 @@ class Material:
 
     def batch(self, step, rows):
         """(inputs, targets or None) of a step, the rows of this rank."""
-        found = [None if whole is None else torch.from_numpy(np.array(rows.of(whole[step % len(whole)], 0)))
-                 for whole in (self.inputs, self.targets)]
-        return found
+        return [None if whole is None else torch.from_numpy(np.array(rows.of(whole[step % len(whole)], 0)))
+                for whole in (self.inputs, self.targets)]
 
     def lr(self, step):
+        """The learning rate of a step, counted from 0."""
         return self.recipe["lr"][step] if self.recipe["lr"] else 1e-3
 
 

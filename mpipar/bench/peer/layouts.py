@@ -62,11 +62,11 @@ class Pipeline:
                  "interleaved": pipelining.ScheduleInterleaved1F1B, "zb-v": pipelining.ScheduleZBVZeroBubble}
         counts = [int(n) for n in a.stage_layers.split(",")]
         blocks, loss = build(a, Shard(), separate_head=True)
-        ends = np.cumsum([0, *counts]) + (a.model == "gpt")
-        ends[0], ends[-1] = 0, len(blocks)
+        bounds = np.cumsum([0, *counts]) + (a.model == "gpt")  # of the stages, in blocks
+        bounds[0], bounds[-1] = 0, len(blocks)
         chunks = len(counts) // world
         own = [rank, 2 * world - 1 - rank] if a.schedule == "zb-v" else range(rank, world * chunks, world)
-        parts = [nn.Sequential(*blocks[ends[s]: ends[s + 1]]) for s in own]
+        parts = [nn.Sequential(*blocks[bounds[s] : bounds[s + 1]]) for s in own]
         load(parts, a.material)
         self.rows, self.parameters = Shard(), [p for part in parts for p in part.parameters()]
         self.first, self.last = 0 in own, len(counts) - 1 in own
@@ -77,7 +77,7 @@ class Pipeline:
             self.embedding = blocks[0].tokens.weight if self.first else None
             self.head = blocks[-1].weight if self.last else None
             if a.schedule != "zb-v":
-                self.ends = dist.new_group([0, world - 1])  # every rank takes part in the making
+                self.ends = dist.new_group([0, world - 1])  # a call that all ranks have to make
 
     def step(self, x, y):
         losses = []

@@ -81,6 +81,7 @@ class Shard:
         return self.rank * (length // self.size) + min(self.rank, length % self.size)
 
     def length(self, length):
+        """How much of a length this rank holds."""
         return length // self.size + (self.rank < length % self.size)
 
 
@@ -215,6 +216,7 @@ def build(a, shard, separate_head=False):
 
 
 def norm(name, dim):
+    """A layer norm whose parameters know their names."""
     layer = nn.LayerNorm(dim)
     put(layer.weight, f"{name}.gamma")
     put(layer.bias, f"{name}.beta")

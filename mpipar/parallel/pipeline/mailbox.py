@@ -17,12 +17,11 @@ MPI.
 """
 
 import threading
-import time
 
 import numpy as np
 
 _TAGS = 32000
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 2e-4      # seconds between two looks of a patient mailbox
+_LONGEST_PAUSE = 2e-4       # seconds between two looks of a patient mailbox
 
 
 class Buffers:
@@ -92,7 +91,7 @@ class GroupMailbox(Mailbox):
 
     def post(self, key, source, shape, dtype):
         array = self._buffers.take(shape, dtype)
-        self._receives[key] = array, self._group.recv_start(array, source, self._tag(key))
+        self._receives[key] = array, self._group.recv_start(array, source, self._tag(key), _text(key))
 
     def take(self, key):
         array, pending = self._receives.pop(key)
@@ -101,7 +100,7 @@ class GroupMailbox(Mailbox):
 
     def send(self, key, to, array):
         array = np.ascontiguousarray(array)
-        self._sends[key] = array, self._group.send_start(array, to, self._tag(key))
+        self._sends[key] = array, self._group.send_start(array, to, self._tag(key), _text(key))
 
     def _wait_for_send(self, send, key):
         self._wait(send[1])
@@ -111,12 +110,7 @@ class GroupMailbox(Mailbox):
         return send[1].test()
 
     def _wait(self, pending):
-        if self._patient:
-            pause = _SHORTEST_PAUSE
-            while not pending.test():
-                time.sleep(pause)
-                pause = min(1.5 * pause, _LONGEST_PAUSE)
-        pending.wait()
+        pending.wait(_LONGEST_PAUSE if self._patient else 0.0)
 
     def _tag(self, key):
         stage, direction, micro_batch = key
