@@ -6,7 +6,7 @@ import pytest
 from mpipar.comm import rounded
 from mpipar.comm.mesh import Mesh
 from mpipar.nn.parameter import split_range
-from mpipar.parallel.data import PIECE, GradientReducer, sum_gradients
+from mpipar.parallel.data import PIECE, sum_gradients
 
 HALF = np.dtype(ml_dtypes.bfloat16)
 RANKS = [1, 2, 3, 4]
