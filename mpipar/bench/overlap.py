@@ -81,7 +81,7 @@ def measure(trainer, batch, rounds: int) -> dict[str, list[float]]:
     mesh, reducer = trainer.mesh, trainer.gradients.reducer
     group, start, finish = reducer.group, reducer.start, reducer.finish
     deaf = copy.copy(group)
-    deaf.all_reduce = lambda x: x
+    deaf.all_reduce = lambda x, **_: x
 
     def messages():
         for bucket in reducer.buckets:

@@ -23,6 +23,7 @@ import traceback
 from mpipar.comm import debug, fault, launcher
 
 GRACE = 2.0             # seconds in which the ranks are expected to leave together
+_ABORT = 3.0            # seconds after which a rank ends itself if MPI's Abort has not
 _LOOK = 0.5             # seconds between two looks of the watcher
 _PATIENCE = 5.0         # seconds after which a message of a rank that has left is not on its way any more
 
@@ -217,6 +218,8 @@ def _abort(code):
             from mpipar.comm import mpi
             if not mpi.MPI.Is_finalized():
                 time.sleep(0.2)                     # the launcher forwards what was printed
+                # Abort may wait for another thread that is inside MPI, with the interpreter's lock in its hands.
+                faulthandler.dump_traceback_later(_ABORT, exit=True, file=open(os.devnull, "w"))
                 mpi.MPI.COMM_WORLD.Abort(code)
     finally:
         os._exit(code)

@@ -24,7 +24,7 @@ def gradient_sync(trainer):
     if trainer.model.zero is None:
         reducer = trainer.gradients.reducer
         reducer.group = copy.copy(reducer.group)
-        reducer.group.all_reduce = lambda x: x
+        reducer.group.all_reduce = lambda x, **_: x
     else:
         deaf_group(trainer).reduce_scatter = lambda x, sizes, out: out
 

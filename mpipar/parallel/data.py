@@ -17,7 +17,7 @@ PIECE = 1 << 22  # gradients that are rounded for a message at a time
 class GradientReducer:
     """Sums the flat gradients over the replicas: one all-reduce a step, however many micro-batches ran.
 
-    buffers: the model's FlatBuffers. dtype: of the messages, see `sum_gradients`.
+    buffers: the model's FlatBuffers. dtype: of the messages, see `sum_gradients`. With overlap, see overlap.py.
     """
 
     def __init__(self, buffers, group, dtype):

@@ -27,7 +27,7 @@ SIZES = (1e-5, 0.06, 1e3)               # MB: a bucket for each block; for every
 
 
 def trainer(mesh, overlapped, *, schedule="1f1b", micro_batches=1, **options):
-    sizes = {**TINY, **{name: options.pop(name) for name in ("tied", "layers", "dtype", "dropout") if name in options}}
+    sizes = {**TINY, **{name: options.pop(name) for name in ("tied", "layers", "dtype", "dropout", "recompute") if name in options}}
     plan = build(schedule, mesh.pp.size, micro_batches, 2 if schedule in SEVERAL_CHUNKS else 1)
     model = GPT(mesh=mesh, placement=placement(plan), **sizes)
     return Trainer(model, AdamW(lr=1e-2), schedule=plan, micro_batches=micro_batches, clip=0.5, overlap=overlapped, **options)
@@ -158,8 +158,8 @@ def test_every_back_end(comm, monkeypatch, back_end, ranks_of_a_node):
 
 
 @pytest.mark.mpi(np=4)
-def test_dropout_bfloat16_and_the_mlp(comm):
-    for options in (dict(dropout=0.1), dict(dtype="bfloat16"), dict(dtype="float64")):
+def test_dropout_recomputing_types_and_the_mlp(comm):
+    for options in (dict(dropout=0.1), dict(recompute="full"), dict(dtype="bfloat16"), dict(dtype="float64")):
         assert bits(comm, True, bucket_mb=0.01, **options) == bits(comm, False, **options)
     sums = []
     for overlapped in (True, False):

@@ -19,20 +19,20 @@ def program(name, ranks=2, **options):
 @pytest.mark.parametrize("name, words", [("helper raises", "boom in the helper"), ("raises in backward", "boom in backward")])
 def test_a_failure_ends_the_job(name, words):
     job = program(name, ranks=3)
-    assert job.returncode == 1 and job.output.count("Traceback") == 1 and job.seconds < 20, job.output
+    assert job.returncode == 1 and job.output.count("Traceback") == 1 and job.seconds < 45, job.output
     assert f"[rank 1] RuntimeError: {words}" in job.output
 
 
 def test_a_rank_that_leaves_early_is_named():
     job = program("leaves early")
-    assert job.returncode == 1 and job.seconds < 20, job.output
+    assert job.returncode == 1 and job.seconds < 45, job.output
     assert "waits in all_reduce of group dp for rank 1, which left the program early" in job.output
 
 
 @pytest.mark.parametrize("fault", ["raise:rank=1,step=2", "kill:rank=1,step=2", "raise:rank=0,step=2"])
 def test_a_fault_ends_the_command(fault):
     job = run_job(2, [*TINY, "--steps", "4", "--overlap"], env={"MPIPAR_FAULT": fault}, timeout=60)
-    assert job.returncode not in (0, None) and not job.left_behind and job.seconds < 20, job.output
+    assert job.returncode not in (0, None) and not job.left_behind and job.seconds < 45, job.output
 
 
 def test_a_helper_without_a_core_sleeps():
@@ -75,7 +75,8 @@ def test_stages_that_sleep():
 def test_without_several_threads_it_is_refused():
     one = {"MPI4PY_RC_THREAD_LEVEL": "serialized"}
     job = run_job(2, [*TINY, "--steps", "1", "--overlap"], env=one, timeout=60)
-    assert job.returncode == 2 and job.output.count("\n") == 1 and "THREAD_MULTIPLE" in job.output, job.output
+    assert job.returncode == 2 and job.output.count("mpipar: error:") == 1 and "THREAD_MULTIPLE" in job.output, job.output
+    assert "Traceback" not in job.output
     assert run_job(2, [*TINY, "--steps", "1"], env={**one, "MPIPAR_RANKS_PER_NODE": "1"}, timeout=60).returncode == 0
 
 
