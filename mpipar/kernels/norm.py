@@ -4,7 +4,7 @@ import numpy as np
 from .blocks import by_blocks, read, whole, write
 from .cache import jit
 from .dtypes import is_bfloat16
-from .polynomials import SUM_FLAGS
+from .polynomials import SUM_FLAGS, VECTOR_FLAGS, inlined
 from .threads import parallel_for
 from .views import ranges, same_dtype, same_shape, source, target
 from .wide import wide_vectors
@@ -95,7 +95,37 @@ def _check(rows, columns, per_row, *per_column):
                          f"give mean and rstd of {(rows,)}, gamma and beta of {(columns,)}")
 
 
-@jit(fastmath=SUM_FLAGS)
+# The compiler decides by the addresses of arrays whether a loop that writes may run as vectors. Written in one loop with
+# a sum, that would choose the order of the sum by where memory happens to lie, so sums have loops of their own.
+
+@inlined(fastmath=SUM_FLAGS)
+def _sum(row):
+    total = row.dtype.type(0)
+    for d in range(row.size):
+        total += row[d]
+    return total
+
+
+@inlined(fastmath=SUM_FLAGS)
+def _sum_of_squares(row, average):
+    total = row.dtype.type(0)
+    for d in range(row.size):
+        value = row[d] - average
+        total += value * value
+    return total
+
+
+@inlined(fastmath=SUM_FLAGS)
+def _sums_of_slopes(row, slopes, gamma, average, scale):
+    total, weighted = row.dtype.type(0), row.dtype.type(0)
+    for d in range(row.size):
+        g = slopes[d] * gamma[d]
+        total += g
+        weighted += g * ((row[d] - average) * scale)
+    return total, weighted
+
+
+@jit(fastmath=VECTOR_FLAGS)
 def _forward(x, gamma, beta, out, mean, rstd, eps):
     wide_vectors()
     rows, columns = x.shape
@@ -103,24 +133,16 @@ def _forward(x, gamma, beta, out, mean, rstd, eps):
     if columns == 0:
         return
     share = number(1) / number(columns)
-    row = np.empty(columns, x.dtype)
     for r in range(rows):
-        total = number(0)
+        average = _sum(x[r]) * share
+        scale = number(1) / np.sqrt(_sum_of_squares(x[r], average) * share + eps)
         for d in range(columns):
-            total += x[r, d]
-        average = total * share
-        squares = number(0)
-        for d in range(columns):
-            row[d] = x[r, d] - average
-            squares += row[d] * row[d]
-        scale = number(1) / np.sqrt(squares * share + eps)
-        for d in range(columns):
-            out[r, d] = row[d] * scale * gamma[d] + beta[d]
+            out[r, d] = (x[r, d] - average) * scale * gamma[d] + beta[d]
         mean[r] = average
         rstd[r] = scale
 
 
-@jit(fastmath=SUM_FLAGS)
+@jit(fastmath=VECTOR_FLAGS)
 def _again(x, gamma, beta, mean, rstd, out):
     wide_vectors()
     rows, columns = x.shape
@@ -130,7 +152,7 @@ def _again(x, gamma, beta, mean, rstd, out):
             out[r, d] = (x[r, d] - average) * scale * gamma[d] + beta[d]
 
 
-@jit(fastmath=SUM_FLAGS)
+@jit(fastmath=VECTOR_FLAGS)
 def _backward(x, gamma, mean, rstd, dy, dx, residual, add, partial):
     # xhat = (x - mean) rstd, g = gamma dy:  dx = rstd (g - mean_D(g) - xhat mean_D(g xhat))
     # dgamma += sum_r dy xhat,  dbeta += sum_r dy
@@ -147,16 +169,11 @@ def _backward(x, gamma, mean, rstd, dy, dx, residual, add, partial):
         sum_beta[:] = 0
         for r in range(block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, rows)):
             average, scale = mean[r], rstd[r]
-            g_total, gx_total = number(0), number(0)
-            for d in range(columns):
-                xhat = (x[r, d] - average) * scale
-                slope = dy[r, d]
-                g = slope * gamma[d]
-                g_total += g
-                gx_total += g * xhat
-                sum_gamma[d] += slope * xhat
-                sum_beta[d] += slope
+            g_total, gx_total = _sums_of_slopes(x[r], dy[r], gamma, average, scale)
             g_mean, gx_mean = g_total * share, gx_total * share
+            for d in range(columns):
+                sum_gamma[d] += dy[r, d] * ((x[r, d] - average) * scale)
+                sum_beta[d] += dy[r, d]
             for d in range(columns):
                 xhat = (x[r, d] - average) * scale
                 row[d] = scale * (dy[r, d] * gamma[d] - g_mean - xhat * gx_mean)
