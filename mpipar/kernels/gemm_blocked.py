@@ -102,11 +102,9 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                     in_group = j % group
                     # Kept for the next block of rows; if there is none, the memory of one group serves all.
                     b_panel = work_b + (j if mc < m else in_group) * depth * size
-                    if packed != 0:
-                        b_panel = packed + (p0 * whole_n + (j0 + j) * depth) * size
+                    b_panel = b_panel if packed == 0 else packed + (p0 * whole_n + (j0 + j) * depth) * size
                     # What the next panel of B is read from: `lines` rows of cache lines, `line` bytes apart.
-                    next_b, line, step = b_panel + depth * width * size, LINE * depth, LINE + none
-                    lines = panel * size // LINE
+                    next_b, line, step, lines = b_panel + depth * width * size, LINE * depth, LINE + none, panel * size // LINE
                     if i0 == 0 and packed == 0:
                         source = b_at + p0 * b_k + (j0 + j) * b_column
                         if in_group == 0:
