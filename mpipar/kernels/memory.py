@@ -39,7 +39,7 @@ _HEADER = 64  # no less than what malloc keeps beside each piece
 
 
 def passing(shape, dtype) -> np.ndarray:
-    """An array, contents undefined, that will be freed while others made after it stay, as the outputs are that backward makes again.
+    """An array, contents undefined, that will be freed while others made after it stay: an output that backward makes again.
 
     Those others then lie in the hole that it leaves, several to a hole, and each needs a header of its own: without room
     for these, the last one does not fit, and a hole of its size is left over for each micro-batch in flight.
