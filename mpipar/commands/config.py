@@ -123,8 +123,8 @@ class Config:
     With --zero too (parameters stay whole)."""
     deterministic: bool = False
     """Sum in an order that doesn't depend on dp: dp 1, 2, 4, ... with the same dp x --micro-batches give the same bits."""
-    gemm: Literal["numba", "blas"] = "numba"
-    """Matrix products by mpipar's kernel, or by NumPy's BLAS."""
+    gemm: Literal["numba", "vector", "blas"] = "numba"
+    """Matrix products by mpipar's kernels; by those without the matrix unit that some CPUs have; or by NumPy's BLAS."""
     threads: int | None = None
     """Threads of a rank [default: cores of the affinity mask / ranks on the node]."""
     metrics: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None

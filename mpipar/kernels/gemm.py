@@ -2,16 +2,17 @@
 
 Follows Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008): both operands are
 packed block by block into panels, and a register kernel multiplies panels. `gemm_plain.py` has the steps that
-lead here.
+lead here. Large products of float32 use AMX where the CPU has it (`gemm_pieces.py`), others vectors.
 """
 
 import numpy as np
 
+from . import gemm_pieces
 from .dtypes import is_bfloat16
 from .elementwise import column_sum
 from .gelu import gelu_forward
 from .gemm_bfloat16 import gemm_bfloat16
-from .gemm_finish import ADD, GELU
+from .gemm_finish import ADD, GELU, NOTHING
 from .gemm_kept import kept
 from .gemm_plan import SMALL, check_column_sums, plan_of, plans, split
 from .settings import settings
@@ -34,6 +35,7 @@ def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None, co
     All float32 or all float64; or a and b bfloat16 (see `gemm_bfloat16.py`). a, b: any strides (transposed and
     sliced views are read where they lie). out: unit stride along its rows, and no memory shared with a or b. Any
     m, n, k >= 0: with k = 0 the product is zeros. The bits of the result do not depend on the number of threads.
+    Numbers beyond 3.38e38 and infinities may give NaN for either, see `pieces.py`.
     ValueError where shapes, dtypes or strides do not fit.
     """
     if is_bfloat16(a.dtype):
@@ -56,21 +58,22 @@ def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None, co
         if column_sums is not None:
             column_sum(np.ascontiguousarray(b), column_sums)
         return _finished(_empty_sum(out, accumulate, bias), residual, gelu)
-    finish = plan.no_finish
+    finish = NOTHING, None
     if gelu is not None or residual is not None:
         _check(a, b, out, bias, residual, gelu)
         finish = (ADD, residual) if gelu is None else (GELU, gelu)
-    thin = 0  # depth of blocks along k where b is read in place
-    if m <= THIN_ROWS and b.strides[1] == dtype.itemsize:
+    bias = plan.no_bias if bias is None else bias
+    thin, side_by_side = 0, b.strides[1] == dtype.itemsize
+    if dtype.char == "f" and settings.gemm == "numba" and gemm_pieces.suits(m, k, n):
+        plan = gemm_pieces
+    elif m <= THIN_ROWS and side_by_side:  # b is read in place, in blocks so deep along k
         thin = FEW_ROWS if k * n > plan.far else MORE_ROWS
     packed = plan.panels(b) if kept.spans and not thin else 0
     if column_sums is not None:
         check_column_sums(column_sums, n, dtype)
-        if thin or packed:  # nothing of b is packed here
+        if thin or packed or plan is gemm_pieces and not side_by_side:  # nothing of b is packed here, or across
             column_sum(np.ascontiguousarray(b), column_sums)
             column_sums = None
-    if bias is None:
-        bias = plan.no_bias
     if settings.threads == 1 or m * k * n < SMALL:
         plan.run(a, b, out, bias, accumulate, finish, thin, packed, column_sums)
     else:
@@ -89,6 +92,8 @@ def warm(dtype):
         return
     a, plan = np.zeros((1, 1), dtype), plan_of(dtype)
     plan.run(a, a, np.zeros((1, 1), dtype), a[0], False, plan.no_finish, 0)
+    if dtype.char == "f" and gemm_pieces.has_amx():
+        gemm_pieces.run(a, a, np.zeros((1, 1), dtype), a[0], False, plan.no_finish)
 
 
 def _empty_sum(out, accumulate, bias):

@@ -144,10 +144,10 @@ class Code:
         align = ir.Constant(ir.IntType(32), self.size)
         self._call(f"llvm.masked.store.{self.suffix}.p0", ir.VoidType(), [vector, pointer, align, mask])
 
-    def prefetch(self, where, nearness=3):
+    def prefetch(self, where, nearness=3, writes=False):
         """nearness: 3 for the nearest cache, 2 for the next."""
-        read, level, data = (ir.Constant(ir.IntType(32), value) for value in (0, nearness, 1))
-        self._call("llvm.prefetch.p0", ir.VoidType(), [self.pointer(where, ir.IntType(8)), read, level, data])
+        kind, level, data = (ir.Constant(ir.IntType(32), value) for value in (int(writes), nearness, 1))
+        self._call("llvm.prefetch.p0", ir.VoidType(), [self.pointer(where, ir.IntType(8)), kind, level, data])
 
     def transpose(self, vectors):
         """Transposes width x width elements: log2(width) rounds that exchange blocks of half the size

@@ -2,7 +2,7 @@
 
 import os
 
-GEMMS = ("numba", "blas")
+GEMMS = ("numba", "vector", "blas")
 BFLOAT16 = ("auto", "amx", "avx512", "convert")
 
 
@@ -16,7 +16,8 @@ def available_cores() -> int:
 class Settings:
     """Process-wide state of the kernels; there is one object, `settings`.
 
-    gemm: "numba" (our blocked product) or "blas" (numpy.matmul). bfloat16: "amx" or "avx512", instructions for it that
+    gemm: "numba" (our blocked product, by the CPU's matrix unit where it has one), "vector" (ours, by vector instructions
+    everywhere) or "blas" (numpy.matmul). bfloat16: "amx" or "avx512", instructions for it that
     not every CPU has, "convert" (panels of float32), or "auto", the best of them on this CPU. threads: how many Python
     threads `parallel_for` uses. Assigning a value that does not fit raises ValueError.
     """

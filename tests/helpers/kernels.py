@@ -3,9 +3,23 @@ import contextlib
 
 import numpy as np
 
+from mpipar.kernels import gemm_pieces
 from mpipar.kernels.settings import settings
 
 DTYPES = ("float32", "float64")
+KERNELS = ("vector", "pieces") if gemm_pieces.has_amx() else ("vector",)  # of our float32 product on this CPU
+
+
+@contextlib.contextmanager
+def float32_by(kernel):
+    """Products of float32 of every shape, also of those that gain nothing, use this one of KERNELS."""
+    before, suits = settings.gemm, gemm_pieces.suits
+    settings.gemm = "vector" if kernel == "vector" else "numba"
+    gemm_pieces.suits = lambda m, k, n: kernel == "pieces"
+    try:
+        yield
+    finally:
+        settings.gemm, gemm_pieces.suits = before, suits
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from mpipar.kernels import gemm as product
 from mpipar.kernels.gemm import gemm, warm
 from mpipar.kernels.settings import settings
 from mpipar.kernels.vector import TILE_ROWS
+from tests.helpers.kernels import KERNELS, float32_by
 
 # Of sum |a| |b| an element: rounding of a sum of k terms stays far below, one wrong term far above (negative
 # control below).
@@ -19,12 +20,13 @@ TOLERANCE = {"float32": 2e-6, "float64": 1e-12 / 100}
 FORMS = ("rows", "columns", "sliced", "reversed", "blocks")
 
 
-@pytest.fixture(autouse=True)
-def _settings():
+@pytest.fixture(autouse=True, params=KERNELS)
+def _settings(request):
     before = settings.gemm, settings.threads, product.SMALL
     settings.threads = 1
     product.SMALL = 1 << 10  # so that small products are divided among threads too
-    yield
+    with float32_by(request.param):
+        yield
     settings.gemm, settings.threads, product.SMALL = before
 
 
@@ -112,9 +114,9 @@ def test_any_product(m, k, n, dtype, form_a, form_b, accumulate, with_bias, thre
     run_and_check(m, k, n, dtype, form_a, form_b, accumulate, with_bias, seed)
 
 
-@pytest.mark.parametrize("way", ["numba", "blas"])
+@pytest.mark.parametrize("way", ["ours", "blas"])
 def test_nothing_to_sum(way):
-    settings.gemm = way
+    settings.gemm = "blas" if way == "blas" else settings.gemm
     bias = np.arange(3, dtype="f4")
     out = np.full((2, 3), 7, "f4")
     gemm(np.zeros((2, 0), "f4"), np.zeros((0, 3), "f4"), out, accumulate=True)
@@ -166,10 +168,10 @@ def test_blas_and_ours_agree():
     bias, start = generator.standard_normal(70), generator.standard_normal((90, 70))
     for accumulate in (False, True):
         ours = gemm(a, b, start.copy(), accumulate=accumulate, bias=bias)
-        settings.gemm = "blas"
+        before, settings.gemm = settings.gemm, "blas"
         theirs = gemm(a, b, start.copy(), accumulate=accumulate, bias=bias)
         np.testing.assert_allclose(theirs, ours, rtol=1e-12, atol=1e-12)
-        settings.gemm = "numba"
+        settings.gemm = before
 
 
 def test_read_only_and_broadcast_operands():
@@ -192,9 +194,9 @@ def test_no_memory_is_taken_by_a_second_call():
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("way", ["numba", "blas"])
+@pytest.mark.parametrize("way", ["ours", "blas"])
 def test_what_does_not_fit_is_refused(way):
-    settings.gemm = way
+    settings.gemm = "blas" if way == "blas" else settings.gemm
     f = np.float32
     a, b, out = np.ones((3, 4), f), np.ones((4, 5), f), np.ones((3, 5), f)
     cases = [((a, b.T, out), {}), ((a, b, out.T), {}), ((a, b, out[:2]), {}), ((a, b[:3], out), {}),

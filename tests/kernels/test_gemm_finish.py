@@ -7,17 +7,18 @@ from mpipar.kernels import plain
 from mpipar.kernels.dtypes import as_dtype, is_bfloat16, sums_dtype
 from mpipar.kernels.gemm import gemm
 from mpipar.kernels.settings import settings
-from tests.helpers.kernels import DTYPES, assert_close, normal, same_bits, threads
+from tests.helpers.kernels import DTYPES, KERNELS, assert_close, float32_by, normal, same_bits, threads
 
 # Measured: float32 2e-6 of the largest element, float64 5e-15.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-13}
 SHAPES = [(5, 7, 9), (1, 3, 1), (64, 256, 512), (100, 1500, 130), (400, 384, 1536), (333, 2100, 517), (3, 0, 4), (0, 3, 4)]
 
 
-@pytest.fixture(autouse=True)
-def _settings():
+@pytest.fixture(autouse=True, params=KERNELS)
+def _settings(request):
     before = settings.gemm
-    yield
+    with float32_by(request.param):
+        yield
     settings.gemm = before
 
 
@@ -26,11 +27,11 @@ def operands(m, k, n, dtype):
     return a, b, bias, a.astype(np.float64) @ b.astype(np.float64) + bias.astype(np.float64)
 
 
-@pytest.mark.parametrize("backend", ["numba", "blas"])
+@pytest.mark.parametrize("backend", ["ours", "blas"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_against_passes_of_their_own(shape, dtype, backend):
-    settings.gemm = backend
+    settings.gemm = "blas" if backend == "blas" else settings.gemm
     m, _, n = shape
     a, b, bias, expected = operands(*shape, dtype)
     scale = max(1.0, np.abs(expected).max(initial=0))
@@ -46,7 +47,7 @@ def test_against_passes_of_their_own(shape, dtype, backend):
     assert_close(out / scale, (2 * expected + 2 * residual - bias) / scale, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("backend", ["numba", "blas"])
+@pytest.mark.parametrize("backend", ["ours", "blas"])
 @pytest.mark.parametrize("dtype", (*DTYPES, "bfloat16"))
 @pytest.mark.parametrize("shape", [*SHAPES, (130, 1, 65), (130, 129, 33), (200, 2050, 1), (60, 64, 200)])
 def test_column_sums(shape, dtype, backend):
@@ -54,7 +55,7 @@ def test_column_sums(shape, dtype, backend):
     dtype = as_dtype(dtype)
     if backend == "blas" and is_bfloat16(dtype):
         pytest.skip("NumPy has no such product")
-    settings.gemm = backend
+    settings.gemm = "blas" if backend == "blas" else settings.gemm
     a, b, sums = normal(1, m, k, dtype=dtype), normal(2, k, n, dtype=dtype), sums_dtype(dtype)
     expected, totals = a.astype(np.float64) @ b.astype(np.float64), 2 + b.astype(np.float64).sum(axis=0)
     for b in (b, np.ascontiguousarray(b.T).T, np.repeat(b, 2, axis=1)[:, ::2]):

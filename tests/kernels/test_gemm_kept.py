@@ -1,5 +1,7 @@
 """Panels of matrices that don't change: the same bits, packed once, forgotten when the promise ends."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -8,16 +10,17 @@ from mpipar.kernels.gemm import THIN_ROWS, gemm
 from mpipar.kernels.gemm_kept import kept, unchanged
 from mpipar.kernels.pairs import units
 from mpipar.kernels.settings import settings
-from tests.helpers.kernels import normal, same_bits, threads
+from tests.helpers.kernels import KERNELS, float32_by, normal, same_bits, threads
 
-WAYS = ("float32", "float64", *(f"bfloat16 by {unit}" for unit in (*units(), "convert")))
+WAYS = (*(f"float32 by {kernel}" for kernel in KERNELS), "float64", *(f"bfloat16 by {unit}" for unit in (*units(), "convert")))
 
 
 @pytest.fixture(params=WAYS, autouse=True)
 def dtype(request):
     name, _, unit = request.param.partition(" by ")
-    settings.bfloat16 = unit or "auto"
-    yield as_dtype(name)
+    settings.bfloat16 = unit if name == "bfloat16" else "auto"
+    with float32_by(unit) if name == "float32" else contextlib.nullcontext():
+        yield as_dtype(name)
     settings.bfloat16 = "auto"
 
 
