@@ -1,6 +1,6 @@
 """`python -m mpipar.bench gemm`: our product and another one, alternated in one run.
 
-The other: NumPy's BLAS; PyTorch's product (MKL, where the package is built with it); our own product on one thread;
+The other: NumPy's BLAS; PyTorch's product (MKL, where the package is built with it); our own product by vector instructions, or on one thread;
 for the product with bias and GeLU, BLAS followed by our GeLU kernel; for bfloat16, our own product of float32.
 """
 
@@ -15,10 +15,11 @@ import time
 import numpy as np
 import threadpoolctl
 
+from ..kernels import gemm_pieces
 from ..kernels.dtypes import as_dtype, is_bfloat16, sums_dtype
 from ..kernels.elementwise import add_bias
 from ..kernels.gelu import gelu_forward
-from ..kernels.gemm import gemm
+from ..kernels.gemm import gemm, uses_pieces
 from ..kernels.gemm_bfloat16 import unit
 from ..kernels.host import host
 from ..kernels.settings import settings
@@ -31,6 +32,7 @@ FORMS = ("nn", "nt", "tn", "tt")
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2e-3}  # of the largest sum of absolute values
 AGAINST = {
     "blas": "NumPy's BLAS",
+    "vector": "ours by vector instructions",
     "torch": "torch.mm",
     "one-thread": "ours on one thread",
     "float32": "ours of float32 (with --dtype bfloat16)",
@@ -68,7 +70,9 @@ def run(arguments):
     shapes = _shapes(arguments.shapes)
     limit_threads(arguments.threads)
     dtype = as_dtype(arguments.dtype)
-    peak = Peak(sums_dtype(dtype))
+    peaks = {False: Peak(sums_dtype(dtype))}
+    if dtype == np.float32 and gemm_pieces.has_amx():
+        peaks[True] = Peak(dtype, pieces=True)
     report = {"hardware": host().describe(), "load_average": os.getloadavg()[0], "numpy": np.__version__,
               "python": platform.python_version(), "blas": _blas_name(), "against": arguments.against, "dtype": dtype.name,
               "threads": settings.threads, "runs": arguments.runs, "results": []}
@@ -81,7 +85,7 @@ def run(arguments):
     print(f"{'m x k x n':>18} form     ours    other    peak GFLOP/s   ratio        spread")
     for form in FORMS if arguments.form == "all" else (arguments.form,):
         for shape in shapes:
-            result = _compare(*shape, form, dtype, arguments, peak)
+            result = _compare(*shape, form, dtype, arguments, peaks)
             report["results"].append(result)
             print(f"{' x '.join(map(str, shape)):>18}  {form}  {result['ours_gflops']:8.1f} "
                   f"{result['other_gflops']:8.1f} {result['peak_gflops']:7.1f}         "
@@ -89,8 +93,10 @@ def run(arguments):
                   flush=True)
     report["peak_gflops"] = max(result["peak_gflops"] for result in report["results"])
     report["geometric_mean"] = statistics.geometric_mean(result["ratio"] for result in report["results"])
-    print(f"GFLOP/s of the best run. peak: the register kernel alone, on panels in the nearest cache, "
+    print("GFLOP/s of the best run. peak: the register kernel alone, on panels in the nearest cache, "
           f"{report['peak_gflops']:.1f} at most (all threads together).")
+    if True in peaks:
+        print("peaks far above the others are those of AMX, which makes a float32 of three pieces (kernels/pieces.py).")
     print(f"geometric mean of the ratios: {report['geometric_mean']:.3f}")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
@@ -98,7 +104,8 @@ def run(arguments):
             file.write("\n")
 
 
-def _compare(m, k, n, form, dtype, arguments, peak):
+def _compare(m, k, n, form, dtype, arguments, peaks):
+    peak = peaks[uses_pieces(dtype, m, k, n)]
     generator = np.random.default_rng(0)
     a = generator.standard_normal((m, k) if form[0] == "n" else (k, m)).astype(dtype)
     b = generator.standard_normal((k, n) if form[1] == "n" else (n, k)).astype(dtype)
@@ -148,6 +155,12 @@ def _products(against, a, b):
     if against == "float32":
         wide_a, wide_b, theirs = (x.astype(np.float32) for x in (a, b, theirs))
         return (plain, lambda: gemm(wide_a, wide_b, theirs)), (ours, theirs)
+    if against == "vector":
+        def by_vectors():
+            before, settings.gemm = settings.gemm, "vector"
+            gemm(a, b, theirs)
+            settings.gemm = before
+        return (plain, by_vectors), (ours, theirs)
     if against == "one-thread":
         def alone():
             with _threads(1):

@@ -62,6 +62,7 @@ def run(arguments):
     batches = ([max(1, m >> shift) for shift in (0, 2, 4, 6)] if arguments.micro_batches is None
                else integers("--micro-batches", arguments.micro_batches))
     limit_threads(arguments.threads)
+    settings.gemm = "vector"  # as all steps that lead there
     dtype = np.dtype(arguments.dtype)
     report = conditions(dtype, arguments.runs)
     print_conditions(report)

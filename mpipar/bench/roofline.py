@@ -12,6 +12,9 @@ import numpy as np
 from ..kernels.cache import jit
 from ..kernels.fusion import triad
 from ..kernels.host import host
+from ..kernels.memory import aligned_zeros
+from ..kernels.pairs import AMX, BLOCK, begin, end, tile_shapes
+from ..kernels.pieces import PIECES_BYTES, square_of_pieces
 from ..kernels.vector import TILE_ROWS, address, tile
 
 TIMES_CACHES = 4  # the three arrays of the triad together are so many times the last cache
@@ -19,11 +22,22 @@ SHARE_OF_MEMORY = 0.25  # but never more than this share of the memory that is f
 
 
 class Peak:
-    """The register kernel alone, on one panel of A and one of B that fit the nearest cache together."""
+    """The register kernel alone, on one panel of A and one of B that fit the nearest cache together.
+
+    pieces: that of float32 on AMX, which counts as many operations as float32 has.
+    """
 
     TIMES = 500
 
-    def __init__(self, dtype):
+    def __init__(self, dtype, pieces=False):
+        self.pieces = pieces
+        if pieces:
+            self.k = max(1, host().l1 // 4 // PIECES_BYTES) * BLOCK
+            self.flops = 2 * BLOCK * BLOCK * self.k * self.TIMES
+            panels = [aligned_zeros(self.k // BLOCK * PIECES_BYTES, np.uint8) for _ in range(2)]
+            self.arrays = [np.frombuffer(tile_shapes(), np.uint8), *panels, aligned_zeros(BLOCK * BLOCK, np.float32)]
+            self.measure()
+            return
         rows, columns = host().register_tile(dtype)
         self.k = max(16, host().l1 // 2 // ((rows + columns) * dtype.itemsize))
         self.flops = 2 * rows * columns * self.k * self.TIMES
@@ -35,6 +49,9 @@ class Peak:
     def measure(self) -> float:
         """GFLOP/s of one thread."""
         start = time.perf_counter()
+        if self.pieces:
+            _repeat_square(*self.arrays, self.k // BLOCK, self.TIMES)
+            return self.flops / (time.perf_counter() - start) / 1e9
         _repeat_tile(self.zero, *self.arrays, 0, False, self.TIMES)
         return self.flops / (time.perf_counter() - start) / 1e9
 
@@ -45,6 +62,16 @@ def _repeat_tile(zero, a, b, c, start, accumulate, times):
     for _ in range(times):
         tile(zero, address(a), address(b), b.strides[0], address(c), c.strides[0], k, rows, columns, start,
              accumulate)
+
+
+@jit
+def _repeat_square(shapes, a, b, c, blocks, times):
+    none = blocks - blocks
+    begin(AMX + none, address(shapes))
+    for _ in range(times):
+        square_of_pieces(address(a), address(b), blocks, none, address(c), 4 * BLOCK + none, BLOCK + none, BLOCK + none,
+                         address(c), 4 * BLOCK + none, address(b), none)
+    end(AMX + none)
 
 
 class Bandwidth:

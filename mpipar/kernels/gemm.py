@@ -64,7 +64,7 @@ def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None, co
         finish = (ADD, residual) if gelu is None else (GELU, gelu)
     bias = plan.no_bias if bias is None else bias
     thin, side_by_side = 0, b.strides[1] == dtype.itemsize
-    if dtype.char == "f" and settings.gemm == "numba" and gemm_pieces.suits(m, k, n):
+    if uses_pieces(dtype, m, k, n):
         plan = gemm_pieces
     elif m <= THIN_ROWS and side_by_side:  # b is read in place, in blocks so deep along k
         thin = FEW_ROWS if k * n > plan.far else MORE_ROWS
@@ -80,6 +80,11 @@ def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None, co
         parallel_for(plan.run, split(a, b, out, bias, accumulate, finish, thin, settings.threads, packed,
                                      column_sums))
     return out
+
+
+def uses_pieces(dtype, m, k, n):
+    """Whether a product of this shape is made by `gemm_pieces.py`."""
+    return dtype.char == "f" and settings.gemm == "numba" and gemm_pieces.suits(m, k, n)
 
 
 def warm(dtype):

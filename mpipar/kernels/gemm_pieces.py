@@ -24,7 +24,7 @@ SIZE = 4  # bytes of a number
 
 def suits(m, k, n):
     """Whether products of this shape are made here: the CPU has AMX, and packing is small beside the product."""
-    return min(m, n) >= 96 and k >= 64 and m * k * n >= LEAST and has_amx()
+    return min(m, k, n) >= 64 and m * k * n >= LEAST and has_amx()
 
 
 @functools.lru_cache(maxsize=None)

@@ -98,5 +98,5 @@ def test_exact_where_float32_is_exact():
 
 def test_only_products_that_gain_are_made_of_pieces():
     assert gemm_pieces.suits(2048, 384, 1536) and gemm_pieces.suits(128, 1024, 1024)
-    for shape in ((16, 1024, 4096), (77, 130, 201), (1024, 1024, 3), (4096, 8, 4096), (100, 100, 100)):
+    for shape in ((16, 1024, 4096), (77, 130, 201), (1024, 1024, 3), (4096, 8, 4096), (100, 100, 100), (48, 1024, 1024)):
         assert not gemm_pieces.suits(*shape)

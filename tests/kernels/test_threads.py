@@ -108,7 +108,7 @@ def test_settings_refuse_what_does_not_fit():
     for bad in (0, -1, 1.5, "2", True, None):
         with pytest.raises(ValueError, match="valid values: integers from 1"):
             own.threads = bad
-    with pytest.raises(ValueError, match="numba, blas"):
+    with pytest.raises(ValueError, match="numba, vector, blas"):
         own.gemm = "mkl"
     own.threads, own.gemm = np.int64(3), "blas"
     assert (own.threads, own.gemm) == (3, "blas")
