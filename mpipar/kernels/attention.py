@@ -16,7 +16,7 @@ from .dtypes import bits, is_bfloat16, sums_dtype
 from .polynomials import VECTOR_FLAGS, exp
 from .threads import parallel_for
 from .vector import address, lanes, size_of, stand_alone
-from .views import same_dtype, same_shape
+from .views import ranges, same_dtype, same_shape
 from .wide import wide_vectors
 
 
@@ -28,12 +28,10 @@ def attention_forward(q, k, v, out, lse):
     bfloat16. Extra memory: O(T hd) for each thread."""
     dtype = _numbers(lse, q, k, v, out)
     B, T, H, width = _check(lse, q, k, v, out)
-    heads = [_Heads(bits(x)) for x in (q, k, v)] + [_Heads(bits(out), written=True)]
-    steps = [x.row for x in heads]
-    factor = dtype.type(1 / math.sqrt(max(width, 1)))
-    head = _forward_head_bfloat16 if is_bfloat16(q.dtype) else _forward_head
-    parallel_for(head, [(*(x.at(b, h) for x in heads), lse[b, h], *steps, width, factor)
-                                 for b in range(B) for h in range(H) if T])
+    if T:
+        factor, heads = dtype.type(1 / math.sqrt(max(width, 1))), _heads([q, k, v], [out])
+        some = _forward_some_bfloat16 if is_bfloat16(q.dtype) else _forward_some
+        parallel_for(some, [(*heads, lse, cut.start, cut.stop, width, factor) for cut in ranges(B * H, 1)])
     return out
 
 
@@ -41,12 +39,10 @@ def attention_backward(q, k, v, out, lse, dout, dq, dk, dv):
     """Writes dq, dk, dv from the arrays of the forward pass and dout, all [B, T, H, hd] as there."""
     dtype = _numbers(lse, q, k, v, out, dout, dq, dk, dv)
     B, T, H, width = _check(lse, q, k, v, out, dout, dq, dk, dv)
-    heads = [_Heads(bits(x)) for x in (q, k, v, out, dout)] + [_Heads(bits(x), written=True) for x in (dq, dk, dv)]
-    steps = [x.row for x in heads]
-    factor = dtype.type(1 / math.sqrt(max(width, 1)))
-    head = _backward_head_bfloat16 if is_bfloat16(q.dtype) else backward_head
-    parallel_for(head, [(*(x.at(b, h) for x in heads), lse[b, h], *steps, width, factor)
-                                 for b in range(B) for h in range(H) if T])
+    if T:
+        factor, heads = dtype.type(1 / math.sqrt(max(width, 1))), _heads([q, k, v, out, dout], [dq, dk, dv])
+        some = _backward_some_bfloat16 if is_bfloat16(q.dtype) else _backward_some
+        parallel_for(some, [(*heads, lse, cut.start, cut.stop, width, factor) for cut in ranges(B * H, 1)])
 
 
 def warm(dtype):
@@ -57,26 +53,29 @@ def warm(dtype):
     attention_backward(*x[:4], lse, *x[4:])
 
 
-class _Heads:
-    """A [B, T, H, hd] view as flat memory, of which `at(b, h)` is the part from the first number of one head
-    on."""
+def _heads(read, written):
+    """The arrays [B, T, H, hd] as flat memory, and [n, 3] of numbers: how far the next sample of each lies, the next
+    head and the next token."""
+    flats, steps = [], []
+    for x in (*read, *written):
+        flat, *step = _flat(bits(x), len(flats) >= len(read))
+        flats.append(flat)
+        steps.append(step)
+    return tuple(flats), np.array(steps)
 
-    def __init__(self, x, *, written=False):
-        size = x.itemsize
-        plain = x.size == 0 or (
-            x.flags.writeable and all(step >= 0 and step % size == 0 for step in x.strides)
-            and (x.strides[3] == size or x.shape[3] < 2))
-        if written and not plain:
-            raise ValueError(f"a result of attention has strides {x.strides}: "
-                             "give a writable view of unit stride in hd")
-        if not plain:
-            x = np.array(x, order="C")
-        length = 1 + sum((n - 1) * step // size for n, step in zip(x.shape, x.strides)) if x.size else 0
-        self.flat = np.lib.stride_tricks.as_strided(x, (length,), (size,))
-        self.sample, self.row, self.head = (step // size for step in x.strides[:3])
 
-    def at(self, b, h):
-        return self.flat[b * self.sample + h * self.head:]
+def _flat(x, is_written):
+    size = x.itemsize
+    plain = x.size == 0 or (
+        x.flags.writeable and all(step >= 0 and step % size == 0 for step in x.strides)
+        and (x.strides[3] == size or x.shape[3] < 2))
+    if is_written and not plain:
+        raise ValueError(f"a result of attention has strides {x.strides}: give a writable view of unit stride in hd")
+    if not plain:
+        x = np.array(x, order="C")
+    length = 1 + sum((n - 1) * step // size for n, step in zip(x.shape, x.strides)) if x.size else 0
+    sample, token, head = (step // size for step in x.strides[:3])
+    return np.lib.stride_tricks.as_strided(x, (length,), (size,)), sample, head, token
 
 
 def _numbers(lse, *heads):
@@ -95,6 +94,53 @@ def _check(lse, *heads):
     if lse.shape != (B, H, T) or not lse.flags.carray:
         raise ValueError(f"lse of shape {lse.shape}: give a C-contiguous array of {(B, H, T)}")
     return B, T, H, width
+
+
+@jit
+def _forward_some(x, steps, lse, lo, hi, width, factor):
+    """Heads lo to hi - 1 of [B, H] flattened; x: q, k, v, out; x and steps: see `_heads`."""
+    for i in range(lo, hi):
+        b, h = i // lse.shape[1], i % lse.shape[1]
+        at = b * steps[:, 0] + h * steps[:, 1]
+        _forward_head(x[0][at[0]:], x[1][at[1]:], x[2][at[2]:], x[3][at[3]:], lse[b, h],
+                      steps[0, 2], steps[1, 2], steps[2, 2], steps[3, 2], width, factor)
+
+
+@jit
+def _backward_some(x, steps, lse, lo, hi, width, factor):
+    """The same; x: q, k, v, out, dout, dq, dk, dv."""
+    for i in range(lo, hi):
+        b, h = i // lse.shape[1], i % lse.shape[1]
+        at, row = b * steps[:, 0] + h * steps[:, 1], steps[:, 2]
+        backward_head(x[0][at[0]:], x[1][at[1]:], x[2][at[2]:], x[3][at[3]:], x[4][at[4]:], x[5][at[5]:], x[6][at[6]:],
+                      x[7][at[7]:], lse[b, h], row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], width, factor)
+
+
+@jit
+def _forward_some_bfloat16(x, steps, lse, lo, hi, width, factor):
+    """`_forward_some` of bfloat16: each head as float32 in memory of this call, then rounded."""
+    heads = np.empty((4, lse.shape[2] * width), np.float32)
+    for i in range(lo, hi):
+        b, h = i // lse.shape[1], i % lse.shape[1]
+        at, row = b * steps[:, 0] + h * steps[:, 1], steps[:, 2]
+        for j in range(3):
+            _widen_rows(x[j][at[j]:], row[j], width, heads[j])
+        _forward_head(heads[0], heads[1], heads[2], heads[3], lse[b, h], width, width, width, width, width, factor)
+        _round_rows(heads[3], x[3][at[3]:], row[3], width)
+
+
+@jit
+def _backward_some_bfloat16(x, steps, lse, lo, hi, width, factor):
+    heads = np.empty((8, lse.shape[2] * width), np.float32)
+    for i in range(lo, hi):
+        b, h = i // lse.shape[1], i % lse.shape[1]
+        at, row = b * steps[:, 0] + h * steps[:, 1], steps[:, 2]
+        for j in range(5):
+            _widen_rows(x[j][at[j]:], row[j], width, heads[j])
+        backward_head(heads[0], heads[1], heads[2], heads[3], heads[4], heads[5], heads[6], heads[7], lse[b, h], width,
+                      width, width, width, width, width, width, width, width, factor)
+        for j in range(5, 8):
+            _round_rows(heads[j], x[j][at[j]:], row[j], width)
 
 
 @jit
@@ -153,33 +199,6 @@ def _forward_head(q, k, v, out, lse, q_row, k_row, v_row, out_row, width, factor
             for i in range(line.size):
                 line[i] *= shrink[i]
         write_transposed(zero, sums_at, step, width, rows, work, out[i0 * out_row:], out_row)
-
-
-@jit
-def _forward_head_bfloat16(q, k, v, out, lse, q_row, k_row, v_row, out_row, width, factor):
-    """One head as float32 in memory of this call, then rounded."""
-    heads = np.empty((4, lse.size * width), np.float32)
-    _widen_rows(q, q_row, width, heads[0])
-    _widen_rows(k, k_row, width, heads[1])
-    _widen_rows(v, v_row, width, heads[2])
-    _forward_head(heads[0], heads[1], heads[2], heads[3], lse, width, width, width, width, width, factor)
-    _round_rows(heads[3], out, out_row, width)
-
-
-@jit
-def _backward_head_bfloat16(q, k, v, out, dout, dq, dk, dv, lse, q_row, k_row, v_row, out_row, dout_row, dq_row,
-                            dk_row, dv_row, width, factor):
-    heads = np.empty((8, lse.size * width), np.float32)
-    _widen_rows(q, q_row, width, heads[0])
-    _widen_rows(k, k_row, width, heads[1])
-    _widen_rows(v, v_row, width, heads[2])
-    _widen_rows(out, out_row, width, heads[3])
-    _widen_rows(dout, dout_row, width, heads[4])
-    backward_head(heads[0], heads[1], heads[2], heads[3], heads[4], heads[5], heads[6], heads[7], lse, width, width,
-                  width, width, width, width, width, width, width, factor)
-    _round_rows(heads[5], dq, dq_row, width)
-    _round_rows(heads[6], dk, dk_row, width)
-    _round_rows(heads[7], dv, dv_row, width)
 
 
 @jit

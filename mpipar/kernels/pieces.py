@@ -99,24 +99,30 @@ def _packer(lines_along_k, transposes, sums=False):
     def generate(ctx, builder, signature, arguments):
         code = Pieces(builder)
         source, step, lines, depth, target, *totals = arguments
-        read = code.lines_along_k if lines_along_k else code.lines_side_by_side
+        reader = code.lines_along_k if lines_along_k else code.lines_side_by_side
         whole = builder.and_(builder.icmp_signed("==", lines, code.integer(SIDE)),
                              builder.icmp_signed("==", depth, code.integer(BLOCK)))
 
-        def write(first, second):
-            if sums:
-                code.add_sum([*first, *second], *totals)
+        def pack_with(read):
+            """read(i): a vector of the lower halves of words, and one of the upper halves."""
             if transposes:
-                first, second = code.transpose(first), code.transpose(second)
-            for i, pair in enumerate(zip(first, second)):
+                first, second = (code.transpose(list(half)) for half in zip(*[read(i) for i in range(SIDE)]))
+            total = None
+            for i in range(SIDE):  # one after the other: more vectors than there are registers would have to be kept
+                pair = (first[i], second[i]) if transposes else read(i)
                 for plane, word in enumerate(code.words_of(*pair)):
                     code.store_words(word, builder.add(target, code.integer(plane * PLANE_BYTES + i * 64)))
+                if sums:
+                    both = builder.fadd(*pair)
+                    total = both if total is None else builder.fadd(total, both)
+            if sums:
+                code.add_sum(total, *totals)
 
         with builder.if_else(whole) as (then, otherwise):  # masks would double the time
             with then:
-                write(*read(source, step))
+                pack_with(reader(source, step))
             with otherwise:
-                write(*read(source, step, lines, depth))
+                pack_with(reader(source, step, lines, depth))
         return ctx.get_dummy_value()
 
     i64 = types.int64
@@ -267,47 +273,47 @@ class Pieces(Pairs):
         return ir.Constant(self.words, [0xFFFF0000] * SIDE)
 
     def lines_along_k(self, source, step, lines=None, depth=None):
-        """16 lines of 32 steps: the vectors of the first 16 steps, and those of the others. lines, depth: there are
-        fewer; the last line is then read again, and zeros where k ends."""
+        """A function that reads line i of 16: its first 16 steps of k, and the 16 others. lines, depth: there are fewer;
+        the last line is then read again, and zeros where k ends."""
         builder = self.builder
         if lines is not None:
             masks = self.mask(depth), self.mask(builder.sub(depth, self.integer(SIDE)))
             last = builder.sub(lines, self.integer(1))
 
-        def read(i, half):
-            if lines is None:
-                self.prefetch(self.place(source, self.integer(i), step, ASK + 64 * half))
-                return self.load(self.place(source, self.integer(i), step, 64 * half))
-            line = self.minimum(self.integer(i), last)
-            return self.masked_load(self.place(source, line, step, 64 * half), masks[half])
+        def read(i):
+            line = self.integer(i) if lines is None else self.minimum(self.integer(i), last)
+            places = [self.place(source, line, step, 64 * half) for half in range(2)]
+            if lines is not None:
+                return [self.masked_load(*both) for both in zip(places, masks)]
+            for place in places:
+                self.prefetch(builder.add(place, self.integer(ASK)))
+            return [self.load(place) for place in places]
 
-        return [[read(i, half) for i in range(SIDE)] for half in range(2)]
+        return read
 
     def lines_side_by_side(self, source, step, lines=None, depth=None):
-        """32 steps of 16 lines: a vector of the lines for each step. lines, depth: as above, zeros for lines beyond."""
+        """A function that reads steps i and i + 16 of k of 16 lines. lines, depth: as above, zeros for lines beyond."""
         builder = self.builder
         if lines is not None:
             on, last = self.mask(lines), builder.sub(depth, self.integer(1))
 
-        def read(k):
+        def read_step(k):
             if lines is None:
                 return self.load(self.place(source, self.integer(k), step))
             inside = builder.icmp_signed("<", self.integer(k), depth)
             mask = builder.select(inside, on, ir.Constant(self.flags, None))
             return self.masked_load(self.place(source, self.minimum(self.integer(k), last), step), mask)
 
-        return [[read(k) for k in range(SIDE)], [read(k) for k in range(SIDE, BLOCK)]]
+        return lambda i: [read_step(i), read_step(i + SIDE)]
 
-    def add_sum(self, vectors, totals):
-        """Adds the sum of the vectors to 16 float64 at an address."""
+    def add_sum(self, vector, totals):
+        """Adds a vector to 16 float64 at an address."""
         builder = self.builder
-        while len(vectors) > 1:
-            vectors = [builder.fadd(x, y) for x, y in zip(vectors[::2], vectors[1::2])]
         doubles = ir.VectorType(ir.DoubleType(), SIDE)
         place = self.pointer(totals, doubles)
         before = builder.load(place)
         before.align = 8
-        builder.store(builder.fadd(before, builder.fpext(vectors[0], doubles)), place).align = 8
+        builder.store(builder.fadd(before, builder.fpext(vector, doubles)), place).align = 8
 
     def place(self, source, line, step, further=0):
         return self.builder.add(self.builder.add(source, self.builder.mul(line, step)), self.integer(further))
