@@ -214,9 +214,13 @@ def _amx_square(code, a, b, blocks, c, c_step):
         for i in range(2):
             code.tile("tileloadd64", 4 + i, builder.add(at_a, code.integer(i * BLOCK_BYTES // 2)), code.integer(64))
             code.tile("tileloadd64", 6 + i, builder.add(at_b, code.integer(i * 64)), code.integer(128))
+        lines = [builder.add(base, code.integer(BLOCK_BYTES + line)) for base in (at_a, at_b)
+                 for line in range(0, BLOCK_BYTES, 64)]  # of the next block: its loads are then short
         for i in range(2):
             for j in range(2):
                 code.call("llvm.x86.tdpbf16ps", [code.number(2 * i + j), code.number(4 + i), code.number(6 + j)])
+                for line in lines[16 * (2 * i + j):][:16]:
+                    code.prefetch(line)
     for i in range(2):
         for j in range(2):
             place = builder.add(builder.add(c, builder.mul(c_step, code.integer(SIDE * i))), code.integer(64 * j))
