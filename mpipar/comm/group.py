@@ -28,6 +28,11 @@ from mpipar.kernels.memory import aligned_zeros
 # the other ranks, so that one of them can know that it waits for a call that will never be made.
 call_counts = {}
 
+# Little messages of plain floats go to MPI without a plan, which would take longer than they do.
+LITTLE = 16384          # bytes
+_FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+_REDUCTIONS = frozenset(("sum", "min", "max"))
+
 
 class Group:
     """Ranks that communicate. Made by `Mesh`; `Group()` alone is a group of one.
@@ -38,6 +43,7 @@ class Group:
     """
 
     pending_class = Pending
+    little = LITTLE         # smaller messages need no plan; 0 where every call has to be noted
 
     def __init__(self, name="alone", comm=None, *, ranks=(0,), single_node=True, members=None, key=0, nodes=(0,),
                  back_end="auto", speaks=False):
@@ -120,6 +126,9 @@ class Group:
 
     def all_reduce(self, x, op="sum", name=""):
         """The sum (mean, ...) over the ranks is written into every rank's x. Returns x."""
+        if self._is_little(x, x) and op in _REDUCTIONS:
+            self._run_little("all_reduce", self.comm.Allreduce, self.mpi.IN_PLACE, x, self.mpi.OPERATIONS[op])
+            return x
         plan = None if self.shared is None else self.shared.all_reduce(x, op)
         return self._run(_reductions(x).all_reduce(self, x, op) if plan is None else plan)
 
@@ -129,6 +138,9 @@ class Group:
         The parts have one shape, or lengths `sizes` (one a rank, the same list everywhere) along the axis.
         Into `out` where it is given, else a new array. x may be this rank's part of `out`: nothing is copied then.
         """
+        if sizes is None and axis == 0 and self._is_little(x, out) and _divides(x, out, self.size):
+            self._run_little("all_gather", self.comm.Allgather, x, out)
+            return out
         plan = None if self.shared is None else self.shared.all_gather(x, axis, sizes, out)
         return self._run(collectives.all_gather(self, x, axis, sizes, out) if plan is None else plan)
 
@@ -138,6 +150,9 @@ class Group:
         x is left as it is. The parts are equal (ValueError if the length does not divide), or as `sizes` says.
         `out` may be this rank's part of x: the other parts of x are then undefined afterwards.
         """
+        if sizes is None and axis == 0 and op in _REDUCTIONS and self._is_little(x, out) and _divides(out, x, self.size):
+            self._run_little("reduce_scatter", self.comm.Reduce_scatter_block, x, out, self.mpi.OPERATIONS[op])
+            return out
         plan = None if self.shared is None else self.shared.reduce_scatter(x, axis, op, sizes, out)
         return self._run(_reductions(x).reduce_scatter(self, x, axis, op, sizes, out) if plan is None else plan)
 
@@ -221,6 +236,18 @@ class Group:
             self.comm = None
             call_counts.pop(self.key, None)
 
+    def _is_little(self, x, out):
+        """Whether an operation from x into `out` can be handed to MPI as it is, without a plan."""
+        return (type(x) is np.ndarray and type(out) is np.ndarray and x.nbytes < self.little and out.nbytes < self.little
+                and x.dtype in _FLOATS and out.flags.carray and x.size > 0 and self.size > 1 and self.recorder is None
+                and (x is out or x.dtype is out.dtype and x.flags.c_contiguous)
+                and (self.shared is None or self.shared.least >= self.little))
+
+    def _run_little(self, operation, call, *arguments):
+        """Carry out an operation that needs no plan. (waits.py finds its name on the stack.)"""
+        self._calls[0] += 1
+        call(*arguments)
+
     def _run(self, plan):
         """Carry out a plan and return its result."""
         if plan.pairwise:
@@ -248,6 +275,12 @@ class Group:
         requests = [getattr(comm, "I" + name.lower())(*arguments) for name, arguments in plan.calls]
         entry = recorder.add(plan, self, start) if recorder is not None and self.size > 1 else None
         return self.pending_class(self, plan, requests, entry)
+
+
+def _divides(part, whole, ranks):
+    """Whether `part` has the shape of one of equal parts of `whole` and lies apart from it."""
+    return (part.ndim == whole.ndim > 0 and part.shape[0] * ranks == whole.shape[0] and part.shape[1:] == whole.shape[1:]
+            and not np.may_share_memory(part, whole))
 
 
 def _reductions(x):

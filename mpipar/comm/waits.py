@@ -16,7 +16,7 @@ from mpipar.comm.fingerprint import site
 from mpipar.comm.group import Group
 from mpipar.comm.pending import Pending
 
-WAITING = {Group._run.__code__, Pending.wait.__code__}      # checked.py adds its own
+WAITING = {Group._run.__code__, Group._run_little.__code__, Pending.wait.__code__}      # checked.py adds its own
 _MAKING = {str(pathlib.Path(__file__).with_name(name)) for name in ("mesh.py", "group.py", "shared.py", "checked.py")}
 _ELSEWHERE = Group("none")
 _LATELY = 1.0           # seconds since the last `test`
@@ -53,7 +53,13 @@ def waits(history=None):
             if frame.f_code in WAITING:
                 values = frame.f_locals
                 owner = values["self"]
-                group, plan = (owner, values["plan"]) if isinstance(owner, Group) else (owner.group, owner.plan)
+                if "plan" in values:
+                    group, plan = owner, values["plan"]
+                elif isinstance(owner, Group):
+                    group, plan = owner, Plan(values["operation"], None)
+                    plan.number = owner._calls[0]
+                else:
+                    group, plan = owner.group, owner.plan
                 place = id(frame), group.key, plan.operation, plan.number, plan.peer
                 identity = (thread, *place) if plan.call is None else (thread, plan.call.line)
                 found.append(Wait(identity, group, plan, thread == main, None if owner is group else owner))
