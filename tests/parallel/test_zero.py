@@ -139,9 +139,13 @@ def test_shared_memory_gives_the_same_numbers(comm, monkeypatch, ranks_of_a_node
 @pytest.mark.mpi(np=4)
 def test_one_copy_of_the_parameters_for_a_node(comm):
     """Nothing is gathered; 4 ranks together hold the state of one, and at most 15 % more in passing."""
+    with Mesh(comm, back_end="shm") as mesh:                    # code is memory too, whatever ran before in these processes
+        small = GPT(layers=1, dim=8, heads=4, vocab=64, seq=16, mesh=mesh, allocate=False).allocate(zero=3)
+        Trainer(small, AdamW(), zero=3).step(tokens(8))
+    del small
     before = proportional_bytes()
     with Mesh(comm, back_end="shm") as mesh:
-        model = GPT(layers=12, dim=128, heads=4, vocab=64, seq=16, mesh=mesh, allocate=False).allocate(zero=3)
+        model = GPT(layers=12, dim=256, heads=4, vocab=64, seq=16, mesh=mesh, allocate=False).allocate(zero=3)
         t = Trainer(model, AdamW(), zero=3)
         for p in model.parameters:
             assert np.shares_memory(p.data, t.model.zero.common)
@@ -154,7 +158,7 @@ def test_one_copy_of_the_parameters_for_a_node(comm):
         assert state <= held + 4 and held <= state
         mesh.world.barrier()
         together = comm.allreduce(proportional_bytes() - before)
-        assert together <= 1.15 * state + 4 * 2**20, (together, state)      # the interpreters' own noise: 1 MiB each
+        assert together <= 1.15 * state, (together, state)      # measured: 1.02 to 1.05
         assert np.isfinite(t.step(tokens(8)).loss)
 
 
