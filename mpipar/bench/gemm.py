@@ -39,6 +39,7 @@ AGAINST = {
     "gelu": "BLAS, then bias + GeLU; ours does both in the product",
 }
 REPEAT_FLOPS, REPEAT_MOST = 2e8, 500  # a measurement repeats a small product so far
+REPEAT_THREADS = 2e10  # with several threads: a core that slept beside one thread takes milliseconds to wake
 
 
 def add_arguments(parser):
@@ -120,7 +121,7 @@ def _compare(m, k, n, form, dtype, arguments, peaks):
         raise AssertionError(f"{m} x {k} x {n} {form}: the products differ by {error:.1e} of their scale")
     runs = arguments.runs
     flops = 2 * m * k * n
-    repeats = max(1, min(REPEAT_MOST, int(REPEAT_FLOPS / flops)))
+    repeats = max(1, min(REPEAT_MOST, int((REPEAT_FLOPS if settings.threads == 1 else REPEAT_THREADS) / flops)))
     seconds, highest = [], 0.0
     for i in range(runs):
         pair = [0.0, 0.0]

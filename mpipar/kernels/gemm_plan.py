@@ -14,6 +14,7 @@ from .vector import TILE_ROWS
 
 # Multiplications below which a second thread costs more than it brings (measured: 0.6 at half, 1.2 above).
 SMALL = 1 << 25
+TASK, MOST_TASKS = 1 << 27, 4  # multiplications of a task where a thread has several, and how many
 
 
 class Plan:
@@ -132,17 +133,23 @@ def flat(x):
 
 def split(a, b, out, bias, accumulate, finish, thin, threads, packed=0, column_sums=None):
     """Tasks for `threads` threads: a grid of blocks of out that repeats as little packing as possible. With b packed
-    already, rows only."""
+    already, rows only. Large products make several tasks a thread, so that a slower core has fewer of them."""
     m, n = out.shape
-    grids = [(i, threads // i) for i in range(1, threads + 1) if threads % i == 0 and (i == 1 or not thin)]
-    over_m, over_n = (threads, 1) if packed else min(grids, key=lambda grid: (m / grid[0] + n / grid[1], grid))
-    rows = [m * i // over_m for i in range(over_m + 1)]
-    columns = [n * i // over_n for i in range(over_n + 1)]
+    parts = threads * max(1, min(MOST_TASKS, m * a.shape[1] * n // (threads * TASK)))
+    grids = [(i, parts // i) for i in range(1, parts + 1) if parts % i == 0 and (i == 1 or not thin)]
+    over_m, over_n = (parts, 1) if packed else min(grids, key=lambda grid: (m / grid[0] + n / grid[1], grid))
+    rows, columns = _cuts(m, over_m), _cuts(n, over_n)
     what, other = finish
     return [(a[r:r2], b[:, c:c2], out[r:r2, c:c2], bias[c:c2], accumulate,
              (what, None if other is None else other[r:r2, c:c2]), thin, packed,
              None if column_sums is None or r else column_sums[c:c2])
             for r, r2 in zip(rows, rows[1:]) for c, c2 in zip(columns, columns[1:]) if r < r2 and c < c2]
+
+
+def _cuts(length, parts):
+    """Where to cut a length into nearly equal parts; long ones at multiples of 32, for whole panels."""
+    grain = 32 if length >= 128 * parts else 1
+    return [length * i // parts // grain * grain for i in range(parts)] + [length]
 
 
 def check_column_sums(column_sums, n, dtype):
