@@ -319,3 +319,46 @@ def test_in_place(world, length):
     out[mine] = 2 * total[mine]                          # and without waiting
     world.all_gather_start(out[mine], sizes=sizes, out=out).wait()
     np.testing.assert_array_equal(out, 2 * total)
+
+
+@pytest.mark.mpi(np=[2, 3])
+def test_little_messages_need_no_plan(world, monkeypatch):
+    """The same results, whether a call is planned or handed to MPI as it is; and which calls are."""
+    def results():
+        x, whole = input_of(world.rank, (6, 4), "f4"), np.zeros((6 * world.size, 4), "f4")
+        part = np.zeros((6 // world.size, 4), "f4")
+        return [world.all_reduce(x.copy(), op) for op in ("sum", "min", "max")] + [
+            world.reduce_scatter(x, out=part).copy(), world.all_gather(x, out=whole).copy()]
+
+    direct = results()
+    monkeypatch.setattr(world, "little", 0)
+    assert all((a == b).all() for a, b in zip(direct, results()))
+    monkeypatch.undo()
+    planned = []
+    monkeypatch.setattr(world, "_run", lambda plan: planned.append(plan.operation))
+    results()
+    assert planned == []
+    x, out = np.zeros((6, 4), "f4"), np.zeros((6, 4), "f4")
+    for call in (lambda: world.all_reduce(x, "mean"), lambda: world.all_reduce(x.T), lambda: world.all_reduce(np.zeros(3, "i4")),
+                 lambda: world.all_reduce(np.zeros(3, ">f4").astype("i8")), lambda: world.all_reduce(np.zeros(0, "f4")),
+                 lambda: world.all_reduce(np.zeros(10_000)), lambda: world.all_gather(x), lambda: world.all_gather(x, axis=1),
+                 lambda: world.reduce_scatter(x), lambda: world.reduce_scatter(x, sizes=[6] + [0] * (world.size - 1), out=out[:6] if
+                                                                                   world.rank == 0 else out[:0])):
+        planned.clear()
+        call()
+        assert len(planned) == 1
+
+
+@pytest.mark.mpi(np=2)
+def test_little_messages_that_do_not_fit_are_refused(world):
+    read_only = np.zeros(3)
+    read_only.flags.writeable = False
+    for call, words in ((lambda: world.all_reduce(np.zeros(3), "product"), "op='product' is unknown"),
+                        (lambda: world.all_reduce(read_only), "read-only"), (lambda: world.all_reduce(np.zeros(3, ">f4")), "byte order"),
+                        (lambda: world.all_gather(np.zeros(3), out=np.zeros(5)), "out has shape"),
+                        (lambda: world.reduce_scatter(np.zeros(3), out=np.zeros(1)), "does not divide"),
+                        (lambda: world.reduce_scatter(np.zeros(4), out=np.zeros(2, "f4")), "out has shape")):
+        with pytest.raises(ValueError, match=words):
+            call()
+    x = np.arange(4.0)  # out within x: not handed over as it is
+    assert (world.reduce_scatter(x, out=x[2 * world.rank:2 * world.rank + 2]) == world.size * np.arange(4.0)[2 * world.rank:][:2]).all()

@@ -50,7 +50,7 @@ def mpirun():
 
 def environment(extra=None):
     """The environment of a job: this process's without traces of MPI, and what Open MPI needs as root."""
-    env = {name: value for name, value in os.environ.items() 
+    env = {name: value for name, value in os.environ.items()
            if not name.startswith(_OF_A_JOB) or name == "MPIPAR_CACHE_DIR"}
     path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     return {**env, **_OPEN_MPI, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "", **(extra or {})}
