@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 import sys
 
+import numpy as np
+
 from mpipar.engine.trainer import Trainer
+from mpipar.kernels.dtypes import is_bfloat16
+from mpipar.kernels.gemm_bfloat16 import unit
+from mpipar.kernels.gemm_pieces import has_amx
 from mpipar.models.gpt import GPT
 from mpipar.models.model import Model
 from mpipar.parallel.deterministic import TreeReducer
@@ -25,7 +30,7 @@ def plan_lines(model: Model, *, batch: int, micro_batches: int, schedule: str, t
     item = model.dtype.itemsize
     lines = [
         f"mesh      {count(mesh.size, 'rank')} on {count(mesh.nodes, 'node')}: {shape}, last axis fastest",
-        f"compute   {count(threads, 'thread')} a rank, {model.dtype} products by {gemm}",
+        f"compute   {count(threads, 'thread')} a rank, {model.dtype} products by {gemm}{_unit(model.dtype, gemm)}",
         f"batch     {count(batch, 'sample')} on {count(mesh.dp.size, 'replica')}, {count(micro_batches, 'micro-batch')} each"
         + (f", schedule {schedule}" if mesh.pp.size > 1 else ""),
         f"model     {model.global_parameters:,} parameters, {model.global_parameters * item:,} bytes",
@@ -38,6 +43,12 @@ def plan_lines(model: Model, *, batch: int, micro_batches: int, schedule: str, t
             held = rank_parameters(model, pp_rank, tp_rank)
             lines.append(f"  ranks {','.join(map(str, ranks)):<8} {where}: {model.describe(stage)}, {held:,} parameters")
     return lines + message_lines(model, batch=batch, micro_batches=micro_batches, zero=zero, trainer=trainer)
+
+
+def _unit(dtype, gemm: str) -> str:
+    """The matrix unit that makes the large products, in words."""
+    by_amx = gemm == "numba" and (dtype == np.float32 and has_amx() or is_bfloat16(dtype) and unit() == "amx")
+    return ", large ones on AMX" if by_amx and dtype == np.float32 else " on AMX" if by_amx else ""
 
 
 def count(number: int, thing: str) -> str:
