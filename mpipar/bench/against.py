@@ -174,10 +174,10 @@ def torch_options(config: Config) -> list[str]:
     return options
 
 
-def torch_command(ranks: int, *options: str) -> list[str]:
-    """The command that starts PyTorch's program on so many ranks."""
+def torch_command(ranks: int, *options: str, module: str = "mpipar.bench.peer") -> list[str]:
+    """The command that starts a program of PyTorch's on so many ranks."""
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    return [sys.executable, *many, "-m", "mpipar.bench.peer", *options]
+    return [sys.executable, *many, "-m", module, *options]
 
 
 def finish(command: list[str], **environment: str) -> str:

@@ -18,6 +18,7 @@ from ..comm.mesh import BACK_ENDS
 from ..kernels.settings import settings
 from ..kernels.shared import warm
 from ..kernels.threads import limit_threads
+from . import against_gloo
 from .report import conditions, integers, print_conditions, print_table, write_json
 
 SIZES = "8,64,512,4096,65536,1048576,16777216,67108864"
@@ -40,6 +41,9 @@ def add_arguments(parser):
                         help="how ranks of one node exchange arrays of `Group.zeros` (default: %(default)s)")
     parser.add_argument("--ladder", action="store_true", help="also all-reduces written over send and receive")
     parser.add_argument("--runs", type=int, default=0, help="calls of each size (default: 8 to 200, fewer of large ones)")
+    parser.add_argument("--against", choices=("torch",), help="without mpirun: in turn with PyTorch's operations over gloo")
+    parser.add_argument("--ranks", type=int, default=2, help="with --against (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=3, help="with --against: of runs (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
     parser.add_argument("--plot", metavar="FILE", help="a picture of times and bandwidths (needs matplotlib)")
 
@@ -54,6 +58,12 @@ def run(arguments):
         raise ValueError(f"--operations has {unknown[0]!r}; valid values: {', '.join(SHARES)}")
     if arguments.runs < 0:
         raise ValueError(f"--runs is {arguments.runs}; valid values: integers from 1, or 0 for a number that fits the size")
+    if arguments.against:
+        names = [name for name in names if name in against_gloo.OPERATIONS] if names == list(SHARES) else names
+        report = against_gloo.alternate(names, sizes, arguments)
+        show_pairs(report)
+        write_json(report, arguments.json)
+        return
     mesh = Mesh(dp=arguments.dp, pp=arguments.pp, tp=arguments.tp, back_end=arguments.comm)
     group = getattr(mesh, arguments.axis)
     if group.size < 2:
@@ -221,6 +231,16 @@ def show(report):
         print_table([("algorithm", "", lambda r: r["algorithm"]), ("bytes", ",d", lambda r: r["bytes"]),
                      ("steps", "", lambda r: str(r.get("steps") or "-")), ("sent", ",.0f", lambda r: r.get("sent", dash)),
                      ("median us", ".1f", lambda r: 1e6 * r["median_s"])], report["ladder"])
+
+
+def show_pairs(report):
+    """The table of `--against`."""
+    print(f"{report['hardware']}, load average {report['load_average']:.1f}\n{report['ranks']} ranks, back end {report['comm']}, against "
+          f"torch {report['pytorch']} over gloo, {report['pairs']} alternated pairs; medians of the slowest rank")
+    print_table([("operation", "", lambda r: r["operation"]), ("bytes", ",d", lambda r: r["bytes"]),
+                 ("ours us", ".1f", lambda r: 1e6 * r["ours_s"]), ("gloo us", ".1f", lambda r: 1e6 * r["theirs_s"]),
+                 ("times as fast", ".1f", lambda r: r["ratio"]),
+                 ("spread", "", lambda r: "{:.1f}..{:.1f}".format(*r["ratio_range"]))], report["results"])
 
 
 def plot(report, path):

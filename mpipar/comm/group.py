@@ -117,6 +117,9 @@ class Group:
 
     def broadcast(self, x, root=0, name=""):
         """Root's x is written into every rank's x. Returns x."""
+        if self._is_little(x, x) and type(root) is int and 0 <= root < self.size:
+            self._run_little("broadcast", self.comm.Bcast, x, root)
+            return x
         plan = None if self.shared is None else self.shared.broadcast(x, root)
         return self._run(collectives.broadcast(self, x, root) if plan is None else plan)
 

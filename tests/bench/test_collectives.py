@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpipar.bench.__main__ import main
+from mpipar.bench.against_gloo import OPERATIONS
 from mpipar.bench.collectives import SHARES, fit
 from tests.helpers.jobs import run_job
 
@@ -37,8 +38,27 @@ def test_table_file_and_ladder(tmp_path):
 
 
 @pytest.mark.parametrize("extra, word", [(["--operations", "gossip"], "all_reduce"), (["--sizes", "0"], "--sizes"),
-                                         ([], "mpirun -np 2"), (["--runs", "-1"], "--runs")])
+                                         ([], "mpirun -np 2"), (["--runs", "-1"], "--runs"),
+                                         (["--against", "torch", "--operations", "send"], "reduce_scatter"),
+                                         (["--against", "torch", "--ranks", "1"], "at least 2 ranks"),
+                                         (["--against", "torch", "--pairs", "0"], "1 pair")])
 def test_refusals(capsys, extra, word):
     with pytest.raises(SystemExit) as end:
         main(["collectives", *extra])
     assert end.value.code == 2 and word in capsys.readouterr().err
+
+
+@pytest.mark.torch
+def test_beside_gloo(tmp_path, capsys):
+    path = tmp_path / "gloo.json"
+    main(["collectives", "--against", "torch", "--pairs", "2", *SMALL, "--json", str(path)])
+    report, printed = json.loads(path.read_text()), capsys.readouterr().out
+    rows = report["results"]
+    assert [(row["operation"], row["bytes"]) for row in rows] == [(name, size) for name in OPERATIONS for size in (8, 4096)]
+    assert all(row["ratio_range"][0] <= row["ratio"] <= row["ratio_range"][1] and row["operation"] in printed for row in rows)
+
+
+@pytest.mark.torch
+def test_under_mpirun_nothing_is_started():
+    job = run_job(2, ["-m", "mpipar.bench", "collectives", "--against", "torch"])
+    assert job.returncode == 2 and "leave mpirun out" in job.output and "Traceback" not in job.output

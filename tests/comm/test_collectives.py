@@ -328,7 +328,7 @@ def test_little_messages_need_no_plan(world, monkeypatch):
         x, whole = input_of(world.rank, (6, 4), "f4"), np.zeros((6 * world.size, 4), "f4")
         part = np.zeros((6 // world.size, 4), "f4")
         return [world.all_reduce(x.copy(), op) for op in ("sum", "min", "max")] + [
-            world.reduce_scatter(x, out=part).copy(), world.all_gather(x, out=whole).copy()]
+            world.broadcast(x.copy(), 1), world.reduce_scatter(x, out=part).copy(), world.all_gather(x, out=whole).copy()]
 
     direct = results()
     monkeypatch.setattr(world, "little", 0)
@@ -341,7 +341,7 @@ def test_little_messages_need_no_plan(world, monkeypatch):
     x, out = np.zeros((6, 4), "f4"), np.zeros((6, 4), "f4")
     for call in (lambda: world.all_reduce(x, "mean"), lambda: world.all_reduce(x.T), lambda: world.all_reduce(np.zeros(3, "i4")),
                  lambda: world.all_reduce(np.zeros(3, ">f4").astype("i8")), lambda: world.all_reduce(np.zeros(0, "f4")),
-                 lambda: world.all_reduce(np.zeros(10_000)), lambda: world.all_gather(x), lambda: world.all_gather(x, axis=1),
+                 lambda: world.all_reduce(np.zeros(10_000)), lambda: world.broadcast(x.T), lambda: world.all_gather(x), lambda: world.all_gather(x, axis=1),
                  lambda: world.reduce_scatter(x), lambda: world.reduce_scatter(x, sizes=[6] + [0] * (world.size - 1), out=out[:6] if
                                                                                    world.rank == 0 else out[:0])):
         planned.clear()
@@ -356,6 +356,7 @@ def test_little_messages_that_do_not_fit_are_refused(world):
     for call, words in ((lambda: world.all_reduce(np.zeros(3), "product"), "op='product' is unknown"),
                         (lambda: world.all_reduce(read_only), "read-only"), (lambda: world.all_reduce(np.zeros(3, ">f4")), "byte order"),
                         (lambda: world.all_gather(np.zeros(3), out=np.zeros(5)), "out has shape"),
+                        (lambda: world.broadcast(np.zeros(3), 2), "root"),
                         (lambda: world.reduce_scatter(np.zeros(3), out=np.zeros(1)), "does not divide"),
                         (lambda: world.reduce_scatter(np.zeros(4), out=np.zeros(2, "f4")), "out has shape")):
         with pytest.raises(ValueError, match=words):
