@@ -339,11 +339,14 @@ def test_little_messages_need_no_plan(world, monkeypatch):
     results()
     assert planned == []
     x, out = np.zeros((6, 4), "f4"), np.zeros((6, 4), "f4")
-    for call in (lambda: world.all_reduce(x, "mean"), lambda: world.all_reduce(x.T), lambda: world.all_reduce(np.zeros(3, "i4")),
-                 lambda: world.all_reduce(np.zeros(3, ">f4").astype("i8")), lambda: world.all_reduce(np.zeros(0, "f4")),
-                 lambda: world.all_reduce(np.zeros(10_000)), lambda: world.broadcast(x.T), lambda: world.all_gather(x), lambda: world.all_gather(x, axis=1),
-                 lambda: world.reduce_scatter(x), lambda: world.reduce_scatter(x, sizes=[6] + [0] * (world.size - 1), out=out[:6] if
-                                                                                   world.rank == 0 else out[:0])):
+    uneven = [6] + [0] * (world.size - 1)
+    calls = [
+        lambda: world.all_reduce(x, "mean"), lambda: world.all_reduce(x.T), lambda: world.all_reduce(np.zeros(3, "i4")),
+        lambda: world.all_reduce(np.zeros(0, "f4")), lambda: world.all_reduce(np.zeros(10_000)), lambda: world.broadcast(x.T),
+        lambda: world.all_gather(x), lambda: world.all_gather(x, axis=1), lambda: world.reduce_scatter(x),
+        lambda: world.reduce_scatter(x, sizes=uneven, out=out[:uneven[world.rank]]),
+    ]
+    for call in calls:
         planned.clear()
         call()
         assert len(planned) == 1

@@ -190,7 +190,7 @@ def test_a_schedule_written_by_hand(tmp_path):
         losses.append([e["loss"] for e in events(metrics, "step")])
         if schedule == file:
             assert events(metrics, "start")[0]["micro_batches"] == 2 and "pp: 8 messages" in job.stdout
-    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-12)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
 @pytest.mark.parametrize("text,words", [
