@@ -35,7 +35,7 @@ def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None, co
     All float32 or all float64; or a and b bfloat16 (see `gemm_bfloat16.py`). a, b: any strides (transposed and
     sliced views are read where they lie). out: unit stride along its rows, and no memory shared with a or b. Any
     m, n, k >= 0: with k = 0 the product is zeros. The bits of the result do not depend on the number of threads.
-    Numbers beyond 3.38e38 and infinities may give NaN for either, see `pieces.py`.
+    Numbers from 3.396e38 on and infinities may give NaN for either, see `pieces.py`.
     ValueError where shapes, dtypes or strides do not fit.
     """
     if is_bfloat16(a.dtype):

@@ -145,7 +145,7 @@ class Code:
         self._call(f"llvm.masked.store.{self.suffix}.p0", ir.VoidType(), [vector, pointer, align, mask])
 
     def prefetch(self, where, nearness=3, writes=False):
-        """nearness: 3 for the nearest cache, 2 for the next."""
+        """nearness: 3 for the nearest cache, 2 for the next. writes: the line will be written."""
         kind, level, data = (ir.Constant(ir.IntType(32), value) for value in (int(writes), nearness, 1))
         self._call("llvm.prefetch.p0", ir.VoidType(), [self.pointer(where, ir.IntType(8)), kind, level, data])
 

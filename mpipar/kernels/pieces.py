@@ -1,9 +1,9 @@
 """Register kernel of float32 on AMX: each number as three of bfloat16, six of their nine products.
 
 x = h + m + l exactly, h being x rounded to the 8 bits of bfloat16, m what is left, rounded so, and l the rest: |m| <=
-2^-9 |x|, |l| <= 2^-17 |x|. Of the product of two numbers the terms m l, l m and l l are left out, less than 2^-25 of it
-together and of either sign; one rounding of float32 is 2^-24. AMX multiplies the pieces without rounding and sums in
-float32, 32 steps of k at a time, so the result is as near to the exact one as that of vector instructions (tested).
+2^-8 |x|, |l| <= 2^-17 |x|. Of the product of two numbers the terms m l, l m and l l are left out, together 2^-24 of it at
+most, as much as one rounding of float32, and 2^-27.4 as a root of mean squares, of either sign. AMX multiplies the pieces
+without rounding and sums in float32, so the result is as near to the exact one as that of vector instructions (tested).
 Source: Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
 Computations" (2019).
 

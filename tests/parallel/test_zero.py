@@ -158,7 +158,7 @@ def test_one_copy_of_the_parameters_for_a_node(comm):
         assert state <= held + 4 and held <= state
         mesh.world.barrier()
         together = comm.allreduce(proportional_bytes() - before)
-        assert together <= 1.15 * state, (together, state)      # measured: 1.02 to 1.05
+        assert together <= 1.15 * state, (together, state)      # measured: 1.014 to 1.036
         assert np.isfinite(t.step(tokens(8)).loss)
 
 
