@@ -1,10 +1,9 @@
 """`python -m mpipar.bench gemm`: our product and another one, alternated in one run.
 
-The other: NumPy's BLAS; PyTorch's product (MKL, where the package is built with it); our own product by vector instructions, or on one thread;
-for the product with bias and GeLU, BLAS followed by our GeLU kernel; for bfloat16, our own product of float32.
+The other: NumPy's BLAS; PyTorch's product (MKL, where the package is built with it); our own product by vector
+instructions, or on one thread; for the product with bias and GeLU, BLAS followed by our GeLU kernel; for bfloat16, our own product of float32.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -158,13 +157,13 @@ def _products(against, a, b):
         return (plain, lambda: gemm(wide_a, wide_b, theirs)), (ours, theirs)
     if against == "vector":
         def by_vectors():
-            before, settings.gemm = settings.gemm, "vector"
+            settings.gemm = "vector"
             gemm(a, b, theirs)
-            settings.gemm = before
+            settings.gemm = "numba"
         return (plain, by_vectors), (ours, theirs)
     if against == "one-thread":
         def alone():
-            with _threads(1):
+            with settings.changed(threads=1):
                 gemm(a, b, theirs)
         return (plain, alone), (ours, theirs)
     if against == "gelu":
@@ -177,15 +176,6 @@ def _products(against, a, b):
             gelu_forward(before_blas, theirs)
         return (lambda: gemm(a, b, before, bias=bias, gelu=ours), apart), (ours, theirs)
     return (plain, lambda: np.matmul(a, b, out=theirs)), (ours, theirs)
-
-
-@contextlib.contextmanager
-def _threads(count):
-    before, settings.threads = settings.threads, count
-    try:
-        yield
-    finally:
-        settings.threads = before
 
 
 def _shapes(text):

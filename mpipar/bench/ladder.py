@@ -62,15 +62,15 @@ def run(arguments):
     batches = ([max(1, m >> shift) for shift in (0, 2, 4, 6)] if arguments.micro_batches is None
                else integers("--micro-batches", arguments.micro_batches))
     limit_threads(arguments.threads)
-    settings.gemm = "vector"  # as all steps that lead there
     dtype = np.dtype(arguments.dtype)
     report = conditions(dtype, arguments.runs)
     print_conditions(report)
     limits = Limits(dtype, arguments.triad_mib and arguments.triad_mib << 20)
     tile, cores, runs = arguments.tile, arguments.cores, arguments.runs
-    report |= {"m": m, "k": k, "n": n, "tile": tile, "cores": cores,
-               "steps": climb(m, k, n, tile, dtype, runs, limits),
-               "shards": sweep(m, k, n, shards, batches, tile, cores, dtype, runs, limits)}
+    with settings.changed(gemm="vector"):  # as all steps that lead there
+        report |= {"m": m, "k": k, "n": n, "tile": tile, "cores": cores,
+                   "steps": climb(m, k, n, tile, dtype, runs, limits),
+                   "shards": sweep(m, k, n, shards, batches, tile, cores, dtype, runs, limits)}
     report |= {"peak_gflops": limits.peak_gflops, "bandwidth_gbs": limits.bandwidth_gbs,
                "balance": limits.balance, "triad_bytes": limits.bandwidth.bytes,
                "peaks_gflops": limits.peaks, "bandwidths_gbs": limits.bandwidths}

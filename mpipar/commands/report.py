@@ -47,8 +47,9 @@ def plan_lines(model: Model, *, batch: int, micro_batches: int, schedule: str, t
 
 def _unit(dtype, gemm: str) -> str:
     """The matrix unit that makes the large products, in words."""
-    by_amx = gemm == "numba" and (dtype == np.float32 and has_amx() or is_bfloat16(dtype) and unit() == "amx")
-    return ", large ones on AMX" if by_amx and dtype == np.float32 else " on AMX" if by_amx else ""
+    if dtype == np.float32 and gemm == "numba" and has_amx():
+        return ", large ones on AMX"
+    return " on AMX" if is_bfloat16(dtype) and unit() == "amx" else ""
 
 
 def count(number: int, thing: str) -> str:

@@ -68,7 +68,8 @@ def unit():
     if name == "auto":
         # AVX512's dot products reach twice the speed of float32 on AMD's CPUs (by their tables), but half of it on
         # Intel's (measured).
-        return next((u for u in units() if u == "amx" or host().cpu.startswith("znver")), "convert")
+        allowed = (u for u in units() if u != "amx" or settings.gemm != "vector")
+        return next((u for u in allowed if u == "amx" or host().cpu.startswith("znver")), "convert")
     if name != "convert" and name not in units():
         valid = ", ".join(("auto", *units(), "convert"))
         raise ValueError(f"settings.bfloat16 is {name!r}; valid on this CPU: {valid}")

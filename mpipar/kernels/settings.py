@@ -1,5 +1,6 @@
 """The choices that hold for the whole process: which GEMM, how bfloat16 is multiplied, and how many threads."""
 
+import contextlib
 import os
 
 GEMMS = ("numba", "vector", "blas")
@@ -26,6 +27,18 @@ class Settings:
         self._gemm = "numba"
         self._bfloat16 = "auto"
         self._threads = available_cores()
+
+    @contextlib.contextmanager
+    def changed(self, **values):
+        """A block in which some of them have other values: `with settings.changed(gemm="vector", threads=1):`."""
+        before = {name: getattr(self, name) for name in values}
+        try:
+            for name, value in values.items():
+                setattr(self, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
 
     @property
     def gemm(self) -> str:

@@ -13,24 +13,19 @@ KERNELS = ("vector", "pieces") if gemm_pieces.has_amx() else ("vector",)  # of o
 @contextlib.contextmanager
 def float32_by(kernel):
     """Products of float32 of every shape, also of those that gain nothing, use this one of KERNELS."""
-    before, suits = settings.gemm, gemm_pieces.suits
-    settings.gemm = "vector" if kernel == "vector" else "numba"
-    gemm_pieces.suits = lambda m, k, n: kernel == "pieces"
+    suits, gemm_pieces.suits = gemm_pieces.suits, lambda m, k, n: kernel == "pieces"
     try:
-        yield
+        with settings.changed(gemm="vector" if kernel == "vector" else "numba"):
+            yield
     finally:
-        settings.gemm, gemm_pieces.suits = before, suits
+        gemm_pieces.suits = suits
 
 
 @contextlib.contextmanager
 def threads(count):
     """Kernels run on `count` threads inside the block."""
-    before = settings.threads
-    settings.threads = count
-    try:
+    with settings.changed(threads=count):
         yield
-    finally:
-        settings.threads = before
 
 
 def normal(seed, *shape, dtype="float64"):

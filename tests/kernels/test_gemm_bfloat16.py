@@ -13,6 +13,7 @@ import pytest
 from mpipar.kernels import gemm_bfloat16, gemm_pairs
 from mpipar.kernels.gelu import gelu_forward
 from mpipar.kernels.gemm import THIN_ROWS, gemm, warm
+from mpipar.kernels.gemm_bfloat16 import unit
 from mpipar.kernels.pairs import units
 from mpipar.kernels.settings import settings
 from tests.helpers.kernels import assert_close, float32_by, normal, same_bits, threads
@@ -200,3 +201,12 @@ def test_the_unit_of_choice(monkeypatch, way):
         monkeypatch.setattr(gemm_bfloat16, "host", lambda: types.SimpleNamespace(cpu=cpu))
         settings.bfloat16 = "auto"
         assert gemm_bfloat16.unit() == expected
+
+
+def test_without_the_matrix_unit(way):
+    """gemm = "vector" keeps float32 and bfloat16 from it, where nothing else was chosen."""
+    settings.bfloat16 = "auto"
+    with settings.changed(gemm="vector"):
+        assert unit() != "amx"
+    if "amx" in units():
+        assert unit() == "amx"  # the control
