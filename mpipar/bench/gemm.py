@@ -23,7 +23,7 @@ from ..kernels.gemm_bfloat16 import unit
 from ..kernels.host import host
 from ..kernels.settings import settings
 from ..kernels.threads import limit_threads
-from .roofline import Peak
+from .roofline import Peak, PeakOfPieces
 
 SHAPES = "64x256x512,128x1024x1024,512x512x2048,1024x1024x1024,2048x2048x2048"
 MORE_SHAPES = SHAPES + ",16x1024x4096,32x384x1536,2048x384x1536,2048x1536x384,77x130x201"
@@ -72,7 +72,7 @@ def run(arguments):
     dtype = as_dtype(arguments.dtype)
     peaks = {False: Peak(sums_dtype(dtype))}
     if dtype == np.float32 and gemm_pieces.has_amx():
-        peaks[True] = Peak(dtype, pieces=True)
+        peaks[True] = PeakOfPieces()
     report = {"hardware": host().describe(), "load_average": os.getloadavg()[0], "numpy": np.__version__,
               "python": platform.python_version(), "blas": _blas_name(), "against": arguments.against, "dtype": dtype.name,
               "threads": settings.threads, "runs": arguments.runs, "results": []}

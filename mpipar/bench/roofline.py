@@ -22,22 +22,11 @@ SHARE_OF_MEMORY = 0.25  # but never more than this share of the memory that is f
 
 
 class Peak:
-    """The register kernel alone, on one panel of A and one of B that fit the nearest cache together.
-
-    pieces: that of float32 on AMX, which counts as many operations as float32 has.
-    """
+    """The register kernel alone, on one panel of A and one of B that fit the nearest cache together."""
 
     TIMES = 500
 
-    def __init__(self, dtype, pieces=False):
-        self.pieces = pieces
-        if pieces:
-            self.k = max(1, host().l1 // 4 // PIECES_BYTES) * BLOCK
-            self.flops = 2 * BLOCK * BLOCK * self.k * self.TIMES
-            panels = [aligned_zeros(self.k // BLOCK * PIECES_BYTES, np.uint8) for _ in range(2)]
-            self.arrays = [np.frombuffer(tile_shapes(), np.uint8), *panels, aligned_zeros(BLOCK * BLOCK, np.float32)]
-            self.measure()
-            return
+    def __init__(self, dtype):
         rows, columns = host().register_tile(dtype)
         self.k = max(16, host().l1 // 2 // ((rows + columns) * dtype.itemsize))
         self.flops = 2 * rows * columns * self.k * self.TIMES
@@ -49,11 +38,27 @@ class Peak:
     def measure(self) -> float:
         """GFLOP/s of one thread."""
         start = time.perf_counter()
-        if self.pieces:
-            _repeat_square(*self.arrays, self.k // BLOCK, self.TIMES)
-            return self.flops / (time.perf_counter() - start) / 1e9
-        _repeat_tile(self.zero, *self.arrays, 0, False, self.TIMES)
+        self.repeat()
         return self.flops / (time.perf_counter() - start) / 1e9
+
+    def repeat(self):
+        """The kernel, TIMES times."""
+        _repeat_tile(self.zero, *self.arrays, 0, False, self.TIMES)
+
+
+class PeakOfPieces(Peak):
+    """The same for float32 on AMX; counted are the operations of float32, not those of the pieces."""
+
+    def __init__(self):
+        self.blocks = max(1, host().l1 // 4 // PIECES_BYTES)
+        self.flops = 2 * BLOCK**3 * self.blocks * self.TIMES
+        panels = [aligned_zeros(self.blocks * PIECES_BYTES, np.uint8) for _ in range(2)]
+        self.arrays = [np.frombuffer(tile_shapes(), np.uint8), *panels, aligned_zeros(BLOCK * BLOCK, np.float32)]
+        self.measure()
+
+    def repeat(self):
+        """The kernel, TIMES times."""
+        _repeat_square(*self.arrays, self.blocks, self.TIMES)
 
 
 @jit

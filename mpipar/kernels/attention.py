@@ -96,24 +96,29 @@ def _check(lse, *heads):
     return B, T, H, width
 
 
+@jit(inline=True)
+def _place(i, steps, lse):
+    """Where head i begins in each array, how far its next token lies there, and its part of lse."""
+    b, h = i // lse.shape[1], i % lse.shape[1]
+    return b * steps[:, 0] + h * steps[:, 1], steps[:, 2], lse[b, h]
+
+
 @jit
 def _forward_some(x, steps, lse, lo, hi, width, factor):
     """Heads lo to hi - 1 of [B, H] flattened; x: q, k, v, out; x and steps: see `_heads`."""
     for i in range(lo, hi):
-        b, h = i // lse.shape[1], i % lse.shape[1]
-        at = b * steps[:, 0] + h * steps[:, 1]
-        _forward_head(x[0][at[0]:], x[1][at[1]:], x[2][at[2]:], x[3][at[3]:], lse[b, h],
-                      steps[0, 2], steps[1, 2], steps[2, 2], steps[3, 2], width, factor)
+        at, row, sums = _place(i, steps, lse)
+        _forward_head(x[0][at[0]:], x[1][at[1]:], x[2][at[2]:], x[3][at[3]:], sums, row[0], row[1], row[2], row[3], width,
+                      factor)
 
 
 @jit
 def _backward_some(x, steps, lse, lo, hi, width, factor):
     """The same; x: q, k, v, out, dout, dq, dk, dv."""
     for i in range(lo, hi):
-        b, h = i // lse.shape[1], i % lse.shape[1]
-        at, row = b * steps[:, 0] + h * steps[:, 1], steps[:, 2]
+        at, row, sums = _place(i, steps, lse)
         backward_head(x[0][at[0]:], x[1][at[1]:], x[2][at[2]:], x[3][at[3]:], x[4][at[4]:], x[5][at[5]:], x[6][at[6]:],
-                      x[7][at[7]:], lse[b, h], row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], width, factor)
+                      x[7][at[7]:], sums, row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], width, factor)
 
 
 @jit
@@ -121,11 +126,10 @@ def _forward_some_bfloat16(x, steps, lse, lo, hi, width, factor):
     """`_forward_some` of bfloat16: each head as float32 in memory of this call, then rounded."""
     heads = np.empty((4, lse.shape[2] * width), np.float32)
     for i in range(lo, hi):
-        b, h = i // lse.shape[1], i % lse.shape[1]
-        at, row = b * steps[:, 0] + h * steps[:, 1], steps[:, 2]
+        at, row, sums = _place(i, steps, lse)
         for j in range(3):
             _widen_rows(x[j][at[j]:], row[j], width, heads[j])
-        _forward_head(heads[0], heads[1], heads[2], heads[3], lse[b, h], width, width, width, width, width, factor)
+        _forward_head(heads[0], heads[1], heads[2], heads[3], sums, width, width, width, width, width, factor)
         _round_rows(heads[3], x[3][at[3]:], row[3], width)
 
 
@@ -133,11 +137,10 @@ def _forward_some_bfloat16(x, steps, lse, lo, hi, width, factor):
 def _backward_some_bfloat16(x, steps, lse, lo, hi, width, factor):
     heads = np.empty((8, lse.shape[2] * width), np.float32)
     for i in range(lo, hi):
-        b, h = i // lse.shape[1], i % lse.shape[1]
-        at, row = b * steps[:, 0] + h * steps[:, 1], steps[:, 2]
+        at, row, sums = _place(i, steps, lse)
         for j in range(5):
             _widen_rows(x[j][at[j]:], row[j], width, heads[j])
-        backward_head(heads[0], heads[1], heads[2], heads[3], heads[4], heads[5], heads[6], heads[7], lse[b, h], width,
+        backward_head(heads[0], heads[1], heads[2], heads[3], heads[4], heads[5], heads[6], heads[7], sums, width,
                       width, width, width, width, width, width, width, width, factor)
         for j in range(5, 8):
             _round_rows(heads[j], x[j][at[j]:], row[j], width)

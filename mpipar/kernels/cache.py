@@ -59,6 +59,28 @@ def jit(function=None, *, fastmath=False, inline=False):
     return compiled
 
 
+def once(function):
+    """A function without arguments that does its work the first time it is called, whichever thread calls it."""
+    lock, done = threading.Lock(), []
+
+    @functools.wraps(function)
+    def call():
+        if not done:
+            with lock:
+                if not done:
+                    function()
+                    done.append(True)
+
+    return call
+
+
+def compile_only(kernel, *signature):
+    """Compiles a kernel for these types; a call then makes no other form, as for each layout of its arrays."""
+    kernel.disable_compile(False)
+    kernel.compile(signature)
+    kernel.disable_compile()
+
+
 def compiled_count() -> int:
     """How many compilations (function and signature) this process has done, rather than loaded."""
     return _state.compiled

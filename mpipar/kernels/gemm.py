@@ -12,7 +12,7 @@ from .dtypes import is_bfloat16
 from .elementwise import column_sum
 from .gelu import gelu_forward
 from .gemm_bfloat16 import gemm_bfloat16
-from .gemm_finish import ADD, GELU, NOTHING
+from .gemm_finish import ADD, GELU
 from .gemm_kept import kept
 from .gemm_plan import SMALL, check_column_sums, plan_of, plans, split
 from .settings import settings
@@ -58,7 +58,7 @@ def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None, co
         if column_sums is not None:
             column_sum(np.ascontiguousarray(b), column_sums)
         return _finished(_empty_sum(out, accumulate, bias), residual, gelu)
-    finish = NOTHING, None
+    finish = plan.no_finish
     if gelu is not None or residual is not None:
         _check(a, b, out, bias, residual, gelu)
         finish = (ADD, residual) if gelu is None else (GELU, gelu)

@@ -4,19 +4,17 @@ One block is as deep as k, so a sum never leaves the registers before it is whol
 through one pass in the nearest cache, which adds the bias, adds or activates and rounds.
 """
 
-import threading
-
 import numpy as np
 from numba import types
 
 from .bfloat16 import widened
-from .cache import jit
+from .cache import compile_only, jit, once
 from .gelu import erf_value
 from .gemm_finish import ADD, GELU, SUMS
 from .gemm_kept import kept
-from .gemm_plan import flat
+from .gemm_plan import dense, flat
 from .host import host
-from .memory import aligned_zeros
+from .memory import ThreadMemory
 from .pairs import (AMX, AVX512, BLOCK, BLOCK_BYTES, ask, begin, end, pack_block, round_line, round_line_with, square,
                     tile_shapes)
 from .polynomials import VECTOR_FLAGS
@@ -35,7 +33,7 @@ def run(unit, a, b, out, bias, accumulate, finish, packed=0):
     uint16 with other of uint16 too; unit stride along their rows. packed: of b, see `panels`.
     """
     (m, k), n = a.shape, b.shape[1]
-    a, b = _dense(a), _dense(b)
+    a, b = dense(a), dense(b)
     blocks = max(1, -(-k // BLOCK))
     rows = max(BLOCK, host().l2 // 2 // (blocks * BLOCK_BYTES) * BLOCK)
     columns = GROUP * BLOCK  # with one block of rows each panel of b is used once, so it need not be kept
@@ -43,8 +41,8 @@ def run(unit, a, b, out, bias, accumulate, finish, packed=0):
         columns = -(-n // BLOCK) * BLOCK
     elif m > rows:
         columns = max(columns, max(host().l2, min(8 << 20, host().l3 // 2)) // (blocks * BLOCK_BYTES) * BLOCK)
-    work_a = _memory("a", blocks, min(rows, m))
-    work_b = packed or _memory("b", blocks, min(columns, n))
+    work_a = _memory.address("a", blocks * -(-min(rows, m) // BLOCK) * BLOCK_BYTES)
+    work_b = packed or _memory.address("b", blocks * -(-min(columns, n) // BLOCK) * BLOCK_BYTES)
     what, other = finish
     halves, numbers = (_NO_HALVES, flat(out)) if out.dtype == np.float32 else (flat(out), _NO_NUMBERS)
     beside = halves if other is None else flat(other)
@@ -64,7 +62,7 @@ def panels(b):
 def _pack(b, target):
     """The panels are those of a product without rows."""
     _compile()
-    b = _dense(b)
+    b = dense(b)
     pairs_product(AVX512, _SHAPES, b[:0].reshape(0, b.shape[0]), b, _NO_HALVES, False, SUMS, _NO_NUMBERS, _NO_HALVES, 0,
                   _NO_HALVES, 0, BLOCK, -(-b.shape[1] // BLOCK) * BLOCK, target, target, False)
 
@@ -154,42 +152,19 @@ def _finish(what, accumulate, sums, starts, rows, columns, numbers, halves, firs
                        at_other + i * other_row * HALF, columns)
 
 
+@once
 def _compile():
-    """One form takes every layout; none is made for each."""
-    if not _ready:
-        with _compiling:
-            if not _ready:
-                _compile_once()
-                _ready.append(True)
-
-
-def _compile_once():
     word, line = types.int64, types.Array(types.uint16, 1, "C")
     shapes, numbers = types.Array(types.uint8, 1, "C", readonly=True), types.Array(types.float32, 1, "C")
     operand, bias = (types.Array(types.uint16, dims, "A", readonly=True) for dims in (2, 1))
-    pairs_product.disable_compile(False)
-    pairs_product.compile((word, shapes, operand, operand, bias, types.boolean, word, numbers, line, word, line, word,
-                           word, word, word, word, types.boolean))
-    pairs_product.disable_compile()
-
-
-def _dense(x):
-    """x with unit stride along a side."""
-    return x if HALF in x.strides or x.size == 0 else np.ascontiguousarray(x)
+    compile_only(pairs_product, word, shapes, operand, operand, bias, types.boolean, word, numbers, line, word, line, word,
+                 word, word, word, word, types.boolean)
 
 
 def _row(x):
     return x.strides[0] // x.itemsize
 
 
-def _memory(name, blocks, lines):
-    """Address of this thread's memory for panels of so many lines; the memory grows and is kept."""
-    need = blocks * -(-lines // BLOCK) * BLOCK_BYTES
-    if getattr(_local, name, _NO_HALVES).nbytes < need:
-        setattr(_local, name, aligned_zeros(need // HALF, np.uint16))
-    return getattr(_local, name).ctypes.data
-
-
-_local, _compiling, _ready = threading.local(), threading.Lock(), []
+_memory = ThreadMemory()
 _NO_HALVES, _NO_NUMBERS = np.empty(0, np.uint16), np.empty(0, np.float32)
 _SHAPES = np.frombuffer(tile_shapes(), np.uint8)

@@ -1,17 +1,16 @@
 """The blocked product of float32 on AMX: panels of three pieces of bfloat16 (see `pieces.py`), float32 sums."""
 
 import functools
-import threading
 
 import numpy as np
 from numba import types
 
-from .cache import jit
+from .cache import compile_only, jit, once
 from .gemm_finish import NOTHING, finish_part
 from .gemm_kept import kept
-from .gemm_plan import flat
+from .gemm_plan import dense, flat
 from .host import host
-from .memory import aligned_zeros
+from .memory import ThreadMemory
 from .pairs import AMX, BLOCK, begin, end, tile_shapes, units
 from .pieces import AHEAD, PIECES_BYTES, move_block, pack_and_sum, pack_pieces, square_of_pieces
 from .vector import address, stand_alone
@@ -40,16 +39,16 @@ def run(a, b, out, bias, accumulate, finish, thin=0, packed=0, column_sums=None)
     rows and is not packed: gets the sums of b's columns added.
     """
     (m, k), n = a.shape, b.shape[1]
-    a, b = _dense(a), _dense(b)
-    blocks, depth = _depth(k)
+    a, b = dense(a), dense(b)
+    depth = _depth(k)
     per_panel = depth * PIECES_BYTES
     rows = max(1, host().l2 // 2 // per_panel) * BLOCK
     rows = -(-m // -(-m // rows) // BLOCK) * BLOCK
     columns = -(-n // BLOCK) * BLOCK
     if not packed and rows < m:
         columns = min(columns, max(GROUP, min(8 << 20, host().l3 // 2) // per_panel // GROUP * GROUP) * BLOCK)
-    work_a = _memory("a", per_panel * -(-min(rows, m) // BLOCK))
-    work_b = packed or _memory("b", per_panel * (GROUP if rows >= m else -(-columns // BLOCK)))
+    work_a = _memory.address("a", per_panel * -(-min(rows, m) // BLOCK))
+    work_b = packed or _memory.address("b", per_panel * (GROUP if rows >= m else -(-columns // BLOCK)))
     totals = _NONE if column_sums is None else column_sums
     what, other = finish
     flats = (_NONE, 0, _NONE, 0)
@@ -68,14 +67,14 @@ def panels(b):
 
 def _pack(b, target):
     _compile()
-    b = _dense(b)
-    pack_all(b, _depth(b.shape[0])[1], target)
+    b = dense(b)
+    pack_all(b, _depth(b.shape[0]), target)
 
 
 def _depth(k):
-    """Blocks along k: of the whole, and of those that are packed at a time."""
+    """Blocks along k that are packed at a time."""
     blocks = -(-k // BLOCK)
-    return blocks, -(-blocks // -(-blocks // DEEPEST))
+    return -(-blocks // -(-blocks // DEEPEST))
 
 
 @jit
@@ -192,41 +191,17 @@ def _pack_group(source, column_step, k_step, columns, steps, target, totals):
                 pack_pieces(False, along_k, at, column_step, k_step, here, depth, to)
 
 
+@once
 def _compile():
-    """One form takes every layout; none is made for each."""
-    if not _ready:
-        with _compiling:
-            if not _ready:
-                _compile_once()
-                _ready.append(True)
-
-
-def _compile_once():
     assert has_amx()  # which also asks the system for it
     word, line = types.int64, types.Array(types.float32, 1, "C")
     operand = types.Array(types.float32, 2, "A", readonly=True)
-    pieces_product.disable_compile(False)
-    pieces_product.compile((types.Array(types.uint8, 1, "C", readonly=True), operand, operand,
-                            types.Array(types.float32, 2, "A"), types.Array(types.float32, 1, "A", readonly=True),
-                            types.boolean, word, line, word, line, word, types.boolean, line) + (word,) * 5)
-    pieces_product.disable_compile()
-    pack_all.disable_compile(False)
-    pack_all.compile((operand, word, word))
-    pack_all.disable_compile()
+    compile_only(pieces_product, types.Array(types.uint8, 1, "C", readonly=True), operand, operand,
+                 types.Array(types.float32, 2, "A"), types.Array(types.float32, 1, "A", readonly=True), types.boolean, word,
+                 line, word, line, word, types.boolean, line, *[word] * 5)
+    compile_only(pack_all, operand, word, word)
 
 
-def _dense(x):
-    """x with unit stride along a side."""
-    return x if SIZE in x.strides or x.size == 0 else np.ascontiguousarray(x)
-
-
-def _memory(name, need):
-    """Address of this thread's memory of so many bytes; it grows and is kept."""
-    if getattr(_local, name, _NONE).nbytes < need:
-        setattr(_local, name, aligned_zeros(need // SIZE, np.float32))
-    return getattr(_local, name).ctypes.data
-
-
-_local, _compiling, _ready = threading.local(), threading.Lock(), []
+_memory = ThreadMemory()
 _NONE = np.empty(0, np.float32)
 _SHAPES = np.frombuffer(tile_shapes(), np.uint8)

@@ -5,6 +5,7 @@ import threading
 import numpy as np
 from numba import types
 
+from .cache import compile_only
 from .dtypes import is_bfloat16
 from .gemm_blocked import GAP, GROUP, blocked_product, pack_whole
 from .gemm_finish import NOTHING
@@ -43,15 +44,11 @@ class Plan:
         stored = types.uint16 if is_narrow else element
         operand = types.Array(stored, 2, "A", readonly=True)
         word = types.int64
-        pack_whole.disable_compile(False)
-        pack_whole.compile((stored, operand, word, word))
-        pack_whole.disable_compile()
-        blocked_product.disable_compile(False)
-        blocked_product.compile((element, operand, operand, types.Array(element, 2, "A"),
-                                 types.Array(stored, 1, "A", readonly=True), types.boolean)
-                                + (word, types.Array(element, 1, "C"), word) + (types.Array(element, 1, "C"), word)
-                                + (types.boolean, word, types.Array(element, 1, "C")) + (word,) * 6)
-        blocked_product.disable_compile()  # this form takes every layout; no other is made for C or F order
+        line = types.Array(element, 1, "C")
+        compile_only(pack_whole, stored, operand, word, word)
+        compile_only(blocked_product, element, operand, operand, types.Array(element, 2, "A"),
+                     types.Array(stored, 1, "A", readonly=True), types.boolean, word, line, word, line, word,
+                     types.boolean, word, line, *[word] * 6)
 
     def run(self, a, b, out, bias, accumulate, finish, thin, packed=0, column_sums=None):
         """One thread's product. thin depends on the whole product, not on the part of it that comes here. packed: of b,
@@ -129,6 +126,11 @@ def flat(x):
         return x.reshape(-1)
     length = (x.shape[0] - 1) * (x.strides[0] // x.itemsize) + x.shape[1]
     return np.lib.stride_tricks.as_strided(x, (length,), (x.itemsize,))
+
+
+def dense(x):
+    """x with unit stride along a side: as it is, or a copy."""
+    return x if x.itemsize in x.strides or x.size == 0 else np.ascontiguousarray(x)
 
 
 def split(a, b, out, bias, accumulate, finish, thin, threads, packed=0, column_sums=None):

@@ -7,6 +7,7 @@ are then new pages, which the kernel has to clear and map, a tenth of a step's t
 import ctypes
 import functools
 import math
+import threading
 
 import numpy as np
 
@@ -33,6 +34,20 @@ def aligned_zeros(size: int, dtype, alignment: int = 64) -> np.ndarray:
     raw = np.zeros(size * dtype.itemsize + alignment, np.uint8)
     skip = -raw.ctypes.data % alignment
     return raw[skip : skip + size * dtype.itemsize].view(dtype)
+
+
+class ThreadMemory:
+    """Memory for panels, of each thread its own, by name; it grows and is kept."""
+
+    def __init__(self):
+        self._local = threading.local()
+
+    def address(self, name: str, size: int) -> int:
+        """Address of at least `size` bytes, the first of a cache line."""
+        held = self._local.__dict__
+        if name not in held or held[name].nbytes < size:
+            held[name] = aligned_zeros(size, np.uint8)
+        return held[name].ctypes.data
 
 
 _HEADER = 64  # no less than what malloc keeps beside each piece

@@ -143,7 +143,7 @@ def test_operands_at_the_end_of_memory():
 def test_no_float32_copy_of_an_operand_or_a_result(way):
     a, b, out = half(1, 6000, 64), half(2, 64, 256), np.empty((6000, 256), HALF)
     gemm_bfloat16._local.__dict__.clear()
-    gemm_pairs._local.__dict__.clear()
+    gemm_pairs._memory._local.__dict__.clear()
     with threads(1):
         gemm(a, b, np.empty((6000, 256), np.float32))  # makes the panels
         tracemalloc.start()
