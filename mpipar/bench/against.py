@@ -9,7 +9,6 @@ a first loss that differs by more than a thousandth ends the comparison.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import statistics
@@ -19,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from mpipar.bench.report import need_torch
 from mpipar.comm import launcher
 from mpipar.commands.config import Config, as_flag, flag, parse
 from mpipar.parallel.pipeline.partition import split_layers
@@ -37,8 +37,7 @@ def total_steps(measured: int) -> int:
 
 def alternate(arguments) -> dict:
     """Start both programs in turn, compare pair by pair, print, and return the report."""
-    if launcher.started()[0] > 1:
-        raise ValueError("--against starts the programs itself: leave mpirun out, and give --ranks")
+    refuse_mpirun()
     config = parse(arguments.rest).resolved(arguments.ranks)
     if config.dp * config.tp * config.pp != arguments.ranks:
         raise ValueError(f"dp={config.dp} x tp={config.tp} x pp={config.pp} are {config.dp * config.tp * config.pp} ranks: "
@@ -62,6 +61,12 @@ def alternate(arguments) -> dict:
             if number == 0:
                 losses = same_losses(ours[0]["losses"], theirs[0]["losses"], name)
     return summary(arguments, ours, theirs, losses, name)
+
+
+def refuse_mpirun():
+    """ValueError where this program was started on several ranks."""
+    if launcher.started()[0] > 1:
+        raise ValueError("--against starts the programs itself: leave mpirun out, and give --ranks")
 
 
 def same_losses(ours: list, theirs: list, name: str) -> dict:
@@ -131,8 +136,7 @@ def torch_runner(arguments, config: Config, folder: str):
     options = torch_options(config)
     if arguments.against == "torch-compile" and "dp" not in options:
         raise ValueError("--against torch-compile compiles data parallelism alone: take --against torch for tp, pp and --zero 3")
-    if importlib.util.find_spec("torch") is None:
-        raise ValueError(f"--against {arguments.against} needs PyTorch: pip install torch")
+    need_torch(arguments.against)
     steps = 1 + SKIP + arguments.measure
     alone = [*one_rank(config), "--steps", str(total_steps(arguments.measure))]
     finish([sys.executable, "-m", "mpipar.bench.material", folder, str(steps), *alone])

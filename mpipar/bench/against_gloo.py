@@ -1,6 +1,5 @@
 """`python -m mpipar.bench collectives --against torch`: the same operations by PyTorch over gloo, program by program in turn."""
 
-import importlib.util
 import json
 import os
 import statistics
@@ -8,7 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mpipar.bench.against import finish, torch_command
+from mpipar.bench.against import finish, refuse_mpirun, torch_command
+from mpipar.bench.report import need_torch
 from mpipar.comm import launcher
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -16,14 +16,12 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 def alternate(names: list[str], sizes: list[int], arguments) -> dict:
     """Start both programs `arguments.pairs` times in turn; the report, with the median of each pair's ratio of times."""
-    if launcher.started()[0] > 1:
-        raise ValueError("--against starts the programs itself: leave mpirun out, and give --ranks")
+    refuse_mpirun()
     if unknown := [name for name in names if name not in OPERATIONS]:
         raise ValueError(f"--against torch has no {unknown[0]}: valid --operations are {','.join(OPERATIONS)}")
     if arguments.ranks < 2 or arguments.pairs < 1:
         raise ValueError(f"--ranks {arguments.ranks} --pairs {arguments.pairs}; valid: at least 2 ranks and 1 pair")
-    if importlib.util.find_spec("torch") is None:
-        raise ValueError("--against torch needs PyTorch: pip install torch")
+    need_torch(arguments.against)
     options = ["--operations", ",".join(names), "--sizes", ",".join(map(str, sizes)), "--runs", str(arguments.runs)]
     ours, theirs = [], []
     for _ in range(arguments.pairs):

@@ -5,7 +5,6 @@ FLOPs are counted as for the triangle of the T x T matrix that is needed: 2 prod
 T^2 D / 2 multiplications and additions a head.
 """
 
-import importlib.util
 import statistics
 import time
 import tracemalloc
@@ -14,7 +13,7 @@ import numpy as np
 
 from ..kernels.attention import attention_backward, attention_forward
 from ..kernels.threads import limit_threads
-from .report import conditions, integers, print_conditions, print_table, spread, write_json
+from .report import conditions, integers, need_torch, print_conditions, print_table, spread, write_json
 
 PRODUCTS = {"forward": 2, "backward": 5}
 
@@ -37,8 +36,8 @@ def run(arguments):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name} is {getattr(arguments, name)}; valid values: integers from 1")
     tokens = integers("--seq", arguments.seq)
-    if arguments.against and importlib.util.find_spec("torch") is None:
-        raise ValueError("--against torch needs PyTorch: pip install torch")
+    if arguments.against:
+        need_torch("torch")
     limit_threads(arguments.threads)
     report = conditions(np.float32, arguments.runs)
     report.update(batch=arguments.batch, heads=arguments.heads, width=arguments.width, results=[])

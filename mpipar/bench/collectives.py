@@ -19,7 +19,7 @@ from ..kernels.settings import settings
 from ..kernels.shared import warm
 from ..kernels.threads import limit_threads
 from . import against_gloo
-from .report import conditions, integers, print_conditions, print_table, write_json
+from .report import calls_of, conditions, integers, print_conditions, print_table, write_json
 
 SIZES = "8,64,512,4096,65536,1048576,16777216,67108864"
 SHARES = {  # bytes over a link, as a share of the whole array's bytes, on P ranks
@@ -139,7 +139,7 @@ def prepare(group, name, size, space):
 def clock(world, operation, size, runs) -> list[float]:
     """Seconds of each call on the slowest rank, the first calls left out; ranks begin each call together."""
     skip = 3
-    count = runs or max(8, min(200, int(2e8 / (size + 1e5))))
+    count = calls_of(size, runs)
     times = np.empty(count)
     for i in range(-skip, count):
         world.barrier()

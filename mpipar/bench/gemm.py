@@ -4,7 +4,6 @@ The other: NumPy's BLAS; PyTorch's product (MKL, where the package is built with
 instructions, or on one thread; for the product with bias and GeLU, BLAS followed by our GeLU kernel; for bfloat16, our own product of float32.
 """
 
-import importlib.util
 import json
 import os
 import platform
@@ -23,6 +22,7 @@ from ..kernels.gemm_bfloat16 import unit
 from ..kernels.host import host
 from ..kernels.settings import settings
 from ..kernels.threads import limit_threads
+from .report import need_torch
 from .roofline import Peak, PeakOfPieces
 
 SHAPES = "64x256x512,128x1024x1024,512x512x2048,1024x1024x1024,2048x2048x2048"
@@ -60,8 +60,8 @@ def run(arguments):
     """Prints a table. ratio: ours over the other (speeds), median of the pairs; spread: their middle half."""
     if arguments.runs < 1:
         raise ValueError(f"--runs is {arguments.runs}; valid values: integers from 1")
-    if arguments.against == "torch" and importlib.util.find_spec("torch") is None:
-        raise ValueError("--against torch needs PyTorch: pip install torch")
+    if arguments.against == "torch":
+        need_torch("torch")
     if arguments.against == "one-thread" and arguments.threads < 2:
         raise ValueError(f"--against one-thread with --threads {arguments.threads}; valid values: integers from 2")
     if (arguments.dtype == "bfloat16") != (arguments.against == "float32"):

@@ -1,5 +1,6 @@
 """What the benchmarks share in printing and writing: the conditions, the spread, lists in options."""
 
+import importlib.util
 import json
 import os
 import platform
@@ -23,6 +24,17 @@ def print_conditions(report):
     print(report["hardware"])
     print(f"{report['dtype']}, {report['threads']} thread(s), {report['runs']} rounds, "
           f"load average {report['load_average']:.1f}, NumPy {report['numpy']}", flush=True)
+
+
+def calls_of(size: int, runs: int) -> int:
+    """How often a message of `size` bytes is sent: `runs`, or where that is 0 a number that fits the size."""
+    return runs or max(8, min(200, int(2e8 / (size + 1e5))))
+
+
+def need_torch(against: str):
+    """ValueError where PyTorch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError(f"--against {against} needs PyTorch: pip install torch")
 
 
 def quartiles(values):

@@ -5,7 +5,6 @@ kernels, each run in a folder of its own. Warm: again, with the store that the c
 compiled together is counted; the warm start must compile none.
 """
 
-import importlib.util
 import os
 import statistics
 import subprocess
@@ -15,7 +14,7 @@ import time
 from pathlib import Path
 
 from .against import torch_command
-from .report import conditions, print_conditions, spread, write_json
+from .report import conditions, need_torch, print_conditions, spread, write_json
 
 MODEL = ("--layers", "2", "--dim", "64", "--heads", "4", "--seq", "32", "--global-batch", "8")
 
@@ -32,8 +31,8 @@ def run(arguments):
     """Prints the median and spread of the cold and the warm starts. RuntimeError if a warm one compiles."""
     if arguments.ranks < 1 or arguments.runs < 1:
         raise ValueError("--ranks and --runs must be at least 1")
-    if arguments.against and importlib.util.find_spec("torch") is None:
-        raise ValueError("--against torch needs PyTorch: pip install torch")
+    if arguments.against:
+        need_torch("torch")
     report = conditions("float32", arguments.runs)
     report.update(ranks=arguments.ranks, options=MODEL, cold=[], warm=[], kernels=[], torch=[])
     print_conditions(report)

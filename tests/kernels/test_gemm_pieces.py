@@ -87,7 +87,7 @@ def test_numbers_near_zero_count_as_zero_and_harm_nothing():
     kept = np.where(tiny == a, a, np.float32(0))
     assert same_bits(product("pieces", tiny, b), product("pieces", kept, b))
     small = product("pieces", a * np.float32(2.0**-100), b)
-    assert np.abs(small * 2.0**100 - right).max() <= 1e-3
+    assert np.abs(small * 2.0**100 - right).max() <= 1e-5  # measured: 2e-6, of products up to 28
 
 
 def test_exact_where_float32_is_exact():

@@ -12,6 +12,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from mpipar.bench.report import calls_of
+
 
 def main():
     parser = argparse.ArgumentParser()
@@ -38,7 +40,7 @@ def measure(name, size, runs):
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part), "broadcast": lambda: dist.broadcast(x, 0),
     }[name]
     skip, times = 3, []
-    for i in range(-skip, runs or max(8, min(200, int(2e8 / (size + 1e5))))):
+    for i in range(-skip, calls_of(size, runs)):
         dist.barrier()
         started = time.perf_counter()
         operation()
