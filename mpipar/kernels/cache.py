@@ -11,7 +11,6 @@ that others wait for the code rather than make it too; the system lets go of the
 import functools
 import hashlib
 import os
-import pickle
 import platform
 import shutil
 import stat
@@ -28,8 +27,9 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 from numba.core.caching import NullCache
-from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
+
+from .loading import rebuild, start_runtime
 
 try:
     import fcntl
@@ -221,8 +221,7 @@ class _FunctionStore(NullCache):
         return None if directory is None else str(directory)
 
     def _path(self, directory, signature, codegen):
-        text = repr((self.identity, signature, codegen.magic_tuple()))
-        return directory / f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.bin"
+        return directory / f"{self.name}-{_hash((self.identity, signature, codegen.magic_tuple()))}.bin"
 
     def load_overload(self, sig, target_context):
         """The compiled form for a signature, or None: then it is to be compiled, and others wait for it.
@@ -231,14 +230,16 @@ class _FunctionStore(NullCache):
         directory = _state.directory()
         if directory is None:
             return None
-        target_context.refresh()
-        path = self._path(directory, sig, target_context.codegen())
+        codegen = target_context.codegen()
+        runtime = directory / f"runtime-{_hash(codegen.magic_tuple())}.object"
+        start_runtime(target_context, lambda: _read(runtime), lambda raw: _write(runtime, raw))
+        path = self._path(directory, sig, codegen)
         raw = _read(path)
         if raw is None and self._lock(path):
             raw = _read(path)  # another process may have made it meanwhile
             if raw is not None:
                 self._unlock(path)
-        return None if raw is None else CompileResult._rebuild(target_context, *pickle.loads(raw))
+        return None if raw is None else rebuild(target_context, raw)
 
     def _lock(self, path):
         # True if this process now holds the lock (or waited in vain: two compilations do no harm).
@@ -278,25 +279,34 @@ class _FunctionStore(NullCache):
             return
         fixed = not data.lifted and not data.library.has_dynamic_globals
         assert fixed, f"{self.name} holds addresses of this process"
-        raw = dumps(data._reduce())
         path = self._path(directory, sig, data.codegen)
-        part = path.with_suffix(f".{uuid.uuid4().hex}.part")
         try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)  # another process may have pruned it
-            part.write_bytes(hashlib.sha256(raw).digest() + raw)
-            os.replace(part, path)
-        except OSError as error:
-            _state.give_up(error)
-            try:
-                part.unlink()
-            except OSError:
-                pass
+            _write(path, dumps(data._reduce()))
         finally:
             self._unlock(path)
 
 
+def _hash(identity) -> str:
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
+
+
+def _write(path, raw):
+    """Writes a pickle under another name, then renames it; if that fails, the store is used no more."""
+    part = path.with_suffix(f".{uuid.uuid4().hex}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # another process may have pruned it
+        part.write_bytes(hashlib.sha256(raw).digest() + raw)
+        os.replace(part, path)
+    except OSError as error:
+        _state.give_up(error)
+        try:
+            part.unlink()
+        except OSError:
+            pass
+
+
 def _read(path):
-    """The pickle in a file of the store; None if it is absent or damaged."""
+    """The pickle that `_write` put there; None if it is absent or damaged."""
     try:
         raw = path.read_bytes()
     except OSError:

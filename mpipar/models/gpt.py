@@ -92,6 +92,7 @@ class TransformerBlock(Block):
         x, (heads, mask1) = self._add_branch(self.projection, self.dropout1, heads, x, micro)
         n2, norm2 = self.norm2.forward(x)
         hidden, active = self.up.forward_gelu(n2)
+        del n2
         x, (_, mask2) = self._add_branch(self.down, self.dropout2, active, x, micro)
         return x, [norm1, attention, heads, mask1, norm2, hidden, mask2]
 

@@ -50,7 +50,7 @@ class Package:
         self.folder = root / "src" / "toy" / "kernels"
         self.folder.mkdir(parents=True)
         (self.folder.parent / "__init__.py").write_text("")
-        for name in ("__init__.py", "cache.py"):
+        for name in ("__init__.py", "cache.py", "loading.py"):
             shutil.copy(KERNELS / name, self.folder / name)
         (self.folder / "main.py").write_text(MAIN)
         self.write_helper(1)
@@ -75,6 +75,12 @@ class Package:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         return out.split(), err
+
+    def execute(self, code):
+        done = subprocess.run([sys.executable, "-c", code], env=self.environment(), cwd=self.root, text=True,
+                              capture_output=True, timeout=120)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        return done.stdout.split()
 
     def run(self, one="1.0", **changes):
         (value, count), err = self.finish(self.start(one, **changes))
@@ -111,6 +117,40 @@ def test_editing_a_helper_in_another_file_changes_the_next_run(package):
     assert package.run()[:2] == (6.0, 3)
     package.write_helper(1)
     assert package.run()[:2] == (2.0, 0)  # the earlier state is still there
+
+
+def test_a_process_that_only_loads_leaves_the_compiler_out(package):
+    """Numba's own functions for compiling NumPy's are imported with the first compilation, not before."""
+    code = RUN.format(one="1.0") + "print('numba.np.linalg' in sys.modules)"
+    assert [package.execute(code) for _ in range(2)] == [["2.0", "3", "True"], ["2.0", "0", "False"]]
+
+
+def test_a_caller_is_compiled_after_its_helper_was_loaded(package):
+    """The helper's bitcode, left unread until then, becomes part of the caller."""
+    first, both = RUN.format(one="1.0").replace(", second(1.0)", ""), RUN.format(one="1.0")
+    assert package.execute(first) == ["2.0", "2"]
+    both += "print(second(3.0), kernel(3.0))"
+    assert [package.execute(both) for _ in range(2)] == [["2.0", "1", "12.0", "6.0"], ["2.0", "0", "12.0", "6.0"]]
+    for path in package.store.rglob("main.kernel-*.bin"):
+        path.unlink()  # the caller does not lean on it
+    only = RUN.format(one="1.0").replace("kernel(1.0), second", "second").replace("kernel(1.0), comp", "second(1.0), comp")
+    assert package.execute(only) == ["4.0", "0"]
+
+
+def test_arrays_in_processes_that_only_load(package):
+    """Numba's run time, which counts references to arrays, comes from the store too; damaged, it is made again."""
+    (package.folder / "main.py").write_text(MAIN.replace("return x + amount(x)", "return np.ones(3) * x + amount(x)")
+                                            .replace("from .cache", "import numpy as np\nfrom .cache"))
+    code = ("from toy.kernels.main import kernel; from toy.kernels.cache import compiled_count\n"
+            "kept = [kernel(float(i)) for i in range(1000)]; kept = kept[500:]\n"
+            "print(sum(sum(x) for x in kept), compiled_count())")
+    total = str(float(3 * 2 * sum(range(500, 1000))))
+    assert [package.execute(code) for _ in range(2)] == [[total, "2"], [total, "0"]]
+    (runtime,) = package.store.rglob("runtime-*.object")
+    good = runtime.read_bytes()
+    for bad in (b"", good[:-1]):
+        runtime.write_bytes(bad)
+        assert package.execute(code) == [total, "0"] and runtime.stat().st_size > 1000
 
 
 def test_several_at_once_with_an_empty_cache(package):
