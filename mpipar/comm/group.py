@@ -28,8 +28,7 @@ from mpipar.kernels.memory import aligned_zeros
 # the other ranks, so that one of them can know that it waits for a call that will never be made.
 call_counts = {}
 
-# Little messages of plain floats go to MPI without a plan, which would take longer than they do.
-LITTLE = 16384          # bytes
+# What goes to MPI as it is needs no plan, which would take longer than a little message.
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 _REDUCTIONS = frozenset(("sum", "min", "max"))
 
@@ -43,7 +42,7 @@ class Group:
     """
 
     pending_class = Pending
-    little = LITTLE         # smaller messages need no plan; 0 where every call has to be noted
+    direct = True           # calls may go to MPI without a plan; False where every call has to be noted
 
     def __init__(self, name="alone", comm=None, *, ranks=(0,), single_node=True, members=None, key=0, nodes=(0,),
                  back_end="auto", speaks=False):
@@ -94,9 +93,9 @@ class Group:
 
         By whichever way: in the memory that they share, or by messages; so cutting it changes no bit. A collective call.
         """
-        if other.shared is not None and other.shared.find(array) is not None:
-            from mpipar.comm.shared import SharedMemory
-            self.shared = SharedMemory(self, self.nodes, least=1, speaks=False, windows=other.shared.windows)
+        if other.shared is not None and other.shared.find(array, "all_reduce") is not None:
+            from mpipar.comm.shared import ALWAYS, SharedMemory
+            self.shared = SharedMemory(self, self.nodes, least=ALWAYS, speaks=False, windows=other.shared.windows)
 
     @property
     def here(self):
@@ -106,8 +105,8 @@ class Group:
     def _memory(self):
         """The SharedMemory of the group, None where its ranks share no node or may not share memory."""
         if self.shared is None and self.back_end != "mpi" and len(set(self.nodes)) < self.size:
-            from mpipar.comm.shared import LEAST, SharedMemory
-            least = LEAST if self.back_end == "auto" else 1
+            from mpipar.comm.shared import ALWAYS, LEAST, SharedMemory
+            least = LEAST if self.back_end == "auto" else ALWAYS
             self.shared = SharedMemory(self, self.nodes, least=least, speaks=self._speaks)
         return self.shared
 
@@ -117,8 +116,8 @@ class Group:
 
     def broadcast(self, x, root=0, name=""):
         """Root's x is written into every rank's x. Returns x."""
-        if self._is_little(x, x) and type(root) is int and 0 <= root < self.size:
-            self._run_little("broadcast", self.comm.Bcast, x, root)
+        if self._is_direct("broadcast", x, x) and type(root) is int and 0 <= root < self.size:
+            self._run_direct("broadcast", self.comm.Bcast, x, root)
             return x
         plan = None if self.shared is None else self.shared.broadcast(x, root)
         return self._run(collectives.broadcast(self, x, root) if plan is None else plan)
@@ -129,8 +128,8 @@ class Group:
 
     def all_reduce(self, x, op="sum", name=""):
         """The sum (mean, ...) over the ranks is written into every rank's x. Returns x."""
-        if self._is_little(x, x) and op in _REDUCTIONS:
-            self._run_little("all_reduce", self.comm.Allreduce, self.mpi.IN_PLACE, x, self.mpi.OPERATIONS[op])
+        if self._is_direct("all_reduce", x, x) and op in _REDUCTIONS:
+            self._run_direct("all_reduce", self.comm.Allreduce, self.mpi.IN_PLACE, x, self.mpi.OPERATIONS[op])
             return x
         plan = None if self.shared is None else self.shared.all_reduce(x, op)
         return self._run(_reductions(x).all_reduce(self, x, op) if plan is None else plan)
@@ -141,8 +140,8 @@ class Group:
         The parts have one shape, or lengths `sizes` (one a rank, the same list everywhere) along the axis.
         Into `out` where it is given, else a new array. x may be this rank's part of `out`: nothing is copied then.
         """
-        if sizes is None and axis == 0 and self._is_little(x, out) and _divides(x, out, self.size):
-            self._run_little("all_gather", self.comm.Allgather, x, out)
+        if sizes is None and axis == 0 and self._is_direct("all_gather", x, out) and _divides(x, out, self.size):
+            self._run_direct("all_gather", self.comm.Allgather, x, out)
             return out
         plan = None if self.shared is None else self.shared.all_gather(x, axis, sizes, out)
         return self._run(collectives.all_gather(self, x, axis, sizes, out) if plan is None else plan)
@@ -153,8 +152,9 @@ class Group:
         x is left as it is. The parts are equal (ValueError if the length does not divide), or as `sizes` says.
         `out` may be this rank's part of x: the other parts of x are then undefined afterwards.
         """
-        if sizes is None and axis == 0 and op in _REDUCTIONS and self._is_little(x, out) and _divides(out, x, self.size):
-            self._run_little("reduce_scatter", self.comm.Reduce_scatter_block, x, out, self.mpi.OPERATIONS[op])
+        if (sizes is None and axis == 0 and op in _REDUCTIONS and self._is_direct("reduce_scatter", x, out)
+                and _divides(out, x, self.size)):
+            self._run_direct("reduce_scatter", self.comm.Reduce_scatter_block, x, out, self.mpi.OPERATIONS[op])
             return out
         plan = None if self.shared is None else self.shared.reduce_scatter(x, axis, op, sizes, out)
         return self._run(_reductions(x).reduce_scatter(self, x, axis, op, sizes, out) if plan is None else plan)
@@ -174,6 +174,10 @@ class Group:
     def all_to_all(self, x, axis=0, name=""):
         """x is cut into equal parts along `axis`; part i goes to rank i. Returns the received parts, joined
         along `axis` in the order of the ranks they come from, as a new array of x's shape."""
+        if axis == 0 and self._is_direct("all_to_all", x, x) and x.ndim and x.shape[0] % self.size == 0:
+            out = np.empty_like(x)
+            self._run_direct("all_to_all", self.comm.Alltoall, x, out)
+            return out
         return self._run(collectives.all_to_all(self, x, axis))
 
     def all_to_all_v(self, x, send_counts, receive_counts, name=""):
@@ -239,14 +243,15 @@ class Group:
             self.comm = None
             call_counts.pop(self.key, None)
 
-    def _is_little(self, x, out):
-        """Whether an operation from x into `out` can be handed to MPI as it is, without a plan."""
-        return (type(x) is np.ndarray and type(out) is np.ndarray and x.nbytes < self.little and out.nbytes < self.little
-                and x.dtype in _FLOATS and out.flags.carray and x.size > 0 and self.size > 1 and self.recorder is None
+    def _is_direct(self, operation, x, out):
+        """Whether MPI carries out an operation from x into `out`, both as they are in memory."""
+        return (self.direct and type(x) is np.ndarray and type(out) is np.ndarray and x.dtype in _FLOATS
+                and out.flags.carray and x.size > 0 and self.size > 1 and self.recorder is None
                 and (x is out or x.dtype is out.dtype and x.flags.c_contiguous)
-                and (self.shared is None or self.shared.least >= self.little))
+                and (self.limit is None or x.size <= self.limit >= out.size)
+                and (self.shared is None or self.shared.leaves(operation, max(x.nbytes, out.nbytes))))
 
-    def _run_little(self, operation, call, *arguments):
+    def _run_direct(self, operation, call, *arguments):
         """Carry out an operation that needs no plan. (waits.py finds its name on the stack.)"""
         self._calls[0] += 1
         call(*arguments)

@@ -11,6 +11,7 @@ each rank.
 Every rank of the group uses its rows alike (the same part of the array of the same `zeros`), as any collective asks
 for. Source: the two levels are those of every MPI library's hierarchical collectives.
 """
+import math
 import os
 import sys
 import weakref
@@ -24,7 +25,10 @@ from mpipar.kernels.shared import sum_rows, sum_rows_everywhere
 from mpipar.kernels.views import DTYPES
 
 ALIGN = 64                      # bytes: rows and pieces of work begin at cache lines
-LEAST = 65536                   # bytes of an array below which `auto` leaves an operation to MPI
+# Bytes of the whole array below which `auto` leaves an operation to MPI, which is faster there (`bench collectives --comm mpi`
+# and `shm`, two ranks; for gathering and broadcasting both copy alike).
+LEAST = {"all_reduce": 1 << 16, "reduce_scatter": 1 << 20, "all_gather": 1 << 22, "broadcast": 1 << 20}
+ALWAYS = dict.fromkeys(LEAST, 1)
 _FOLDER = "/dev/shm"
 
 
@@ -71,9 +75,9 @@ class Window:
 class SharedMemory:
     """The windows of one group and the operations on them. Made by `Group`, a collective call.
 
-    nodes: for each rank of the group the number of its node, from 0. least: smaller arrays (bytes) are left to MPI.
-    speaks: this rank says it where there is no room for shared memory. windows: of another group of the same ranks, on
-    whose arrays this one works too (and which frees them).
+    nodes: for each rank of the group the number of its node, from 0. least: for each operation the bytes below which an
+    array is left to MPI. speaks: this rank says it where there is no room for shared memory. windows: of another group of
+    the same ranks, on whose arrays this one works too (and which frees them).
     """
 
     def __init__(self, group, nodes, *, least, speaks, windows=None):
@@ -129,9 +133,13 @@ class SharedMemory:
         self.windows.append(window)
         return window
 
-    def find(self, x):
+    def leaves(self, operation, size):
+        """Whether an operation on so many bytes is left to MPI wherever they lie."""
+        return size < self.least.get(operation, math.inf)
+
+    def find(self, x, operation):
         """(window, first, last) of an array that is a piece of this rank's row and large enough, else None."""
-        if not isinstance(x, np.ndarray) or x.size == 0 or x.nbytes < self.least:
+        if not isinstance(x, np.ndarray) or x.size == 0 or self.leaves(operation, x.nbytes):
             return None
         for window in self.windows:
             place = window.place(x)
@@ -143,7 +151,7 @@ class SharedMemory:
 
     def all_reduce(self, x, op):
         """In place on the rows."""
-        found = self.find(x) if op in ("sum", "mean") else None
+        found = self.find(x, "all_reduce") if op in ("sum", "mean") else None
         if found is None:
             return None
         window, first, last = found
@@ -165,7 +173,7 @@ class SharedMemory:
 
     def reduce_scatter(self, x, axis, op, sizes, out):
         """From the rows into `out`, which may be this rank's part of its row."""
-        found = self.find(x) if op in ("sum", "mean") and x.ndim == 1 and axis in (0, -1) else None
+        found = self.find(x, "reduce_scatter") if op in ("sum", "mean") and x.ndim == 1 and axis in (0, -1) else None
         if found is None:
             return None
         group = self.group
@@ -195,7 +203,7 @@ class SharedMemory:
         """Into the rows, where x is this rank's part of its own."""
         if out is None or x.ndim != 1 or out.ndim != 1 or axis not in (0, -1):
             return None
-        found = self.find(out)
+        found = self.find(out, "all_gather")
         if found is None:
             return None
         group, (window, first, last) = self.group, found
@@ -229,7 +237,7 @@ class SharedMemory:
 
     def broadcast(self, x, root):
         """From root's row into the others."""
-        found = self.find(x)
+        found = self.find(x, "broadcast")
         if found is None or not 0 <= root < self.group.size:
             return None
         group, (window, first, last) = self.group, found

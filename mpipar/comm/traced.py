@@ -56,7 +56,7 @@ class TracedGroup(Group):
     """A Group whose calls are noted in the history."""
 
     pending_class = TracedPending
-    little = 0              # every call has a plan, which is noted
+    direct = False          # every call has a plan, which is noted
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)

@@ -322,16 +322,17 @@ def test_in_place(world, length):
 
 
 @pytest.mark.mpi(np=[2, 3])
-def test_little_messages_need_no_plan(world, monkeypatch):
+def test_plain_arrays_need_no_plan(world, monkeypatch):
     """The same results, whether a call is planned or handed to MPI as it is; and which calls are."""
     def results():
         x, whole = input_of(world.rank, (6, 4), "f4"), np.zeros((6 * world.size, 4), "f4")
         part = np.zeros((6 // world.size, 4), "f4")
         return [world.all_reduce(x.copy(), op) for op in ("sum", "min", "max")] + [
-            world.broadcast(x.copy(), 1), world.reduce_scatter(x, out=part).copy(), world.all_gather(x, out=whole).copy()]
+            world.broadcast(x.copy(), 1), world.reduce_scatter(x, out=part).copy(), world.all_gather(x, out=whole).copy(),
+            world.all_to_all(x), world.all_reduce(np.full(100_000, x[0, 0]))]
 
     direct = results()
-    monkeypatch.setattr(world, "little", 0)
+    monkeypatch.setattr(world, "direct", False)
     assert all((a == b).all() for a, b in zip(direct, results()))
     monkeypatch.undo()
     planned = []
@@ -342,7 +343,7 @@ def test_little_messages_need_no_plan(world, monkeypatch):
     uneven = [6] + [0] * (world.size - 1)
     calls = [
         lambda: world.all_reduce(x, "mean"), lambda: world.all_reduce(x.T), lambda: world.all_reduce(np.zeros(3, "i4")),
-        lambda: world.all_reduce(np.zeros(0, "f4")), lambda: world.all_reduce(np.zeros(10_000)), lambda: world.broadcast(x.T),
+        lambda: world.all_reduce(np.zeros(0, "f4")), lambda: world.broadcast(x.T), lambda: world.all_to_all(x.T, 1),
         lambda: world.all_gather(x), lambda: world.all_gather(x, axis=1), lambda: world.reduce_scatter(x),
         lambda: world.reduce_scatter(x, sizes=uneven, out=out[:uneven[world.rank]]),
     ]
@@ -350,10 +351,15 @@ def test_little_messages_need_no_plan(world, monkeypatch):
         planned.clear()
         call()
         assert len(planned) == 1
+    monkeypatch.setattr(world, "limit", 23)  # elements in one call
+    for elements, plans in ((23, 0), (24, 1)):
+        planned.clear()
+        world.all_reduce(np.zeros(elements))
+        assert len(planned) == plans
 
 
 @pytest.mark.mpi(np=2)
-def test_little_messages_that_do_not_fit_are_refused(world):
+def test_plain_arrays_that_do_not_fit_are_refused(world):
     read_only = np.zeros(3)
     read_only.flags.writeable = False
     for call, words in ((lambda: world.all_reduce(np.zeros(3), "product"), "op='product' is unknown"),

@@ -40,7 +40,7 @@ def test_operations_give_what_messages_give(comm, monkeypatch, nodes, dtype):
             ends = first + np.cumsum([0, *sizes])
             mine = slice(ends[me], ends[me + 1])
             piece = x[first:last]
-            assert (world.shared is not None and world.shared.find(piece) is not None) == in_window
+            assert (world.shared is not None and world.shared.find(piece, "all_reduce") is not None) == in_window
             results = {"sum": everyone.sum(0), "mean": everyone.mean(0, dtype=dtype), "max": everyone.max(0)}
             for op, expected in results.items():
                 x[:] = everyone[me]
@@ -112,7 +112,7 @@ def test_no_room_is_said_once_and_messages_are_used(comm, monkeypatch, capfd):
             x = mesh.world.zeros(1000, "f8")
             x[:] = comm.rank + 1
             mesh.world.all_reduce(x)
-            assert (x == 3).all() and mesh.world.shared.find(x) is None
+            assert (x == 3).all() and mesh.world.shared.find(x, "all_reduce") is None
         assert mesh.world.common(1000, "f8") is None
     assert capfd.readouterr().err.count("warning: /dev/shm") == 0    # the rank that saw it is not its node's first
     monkeypatch.setattr(shared, "free_bytes", lambda: 0)
@@ -124,10 +124,11 @@ def test_no_room_is_said_once_and_messages_are_used(comm, monkeypatch, capfd):
 @pytest.mark.mpi(np=2)
 def test_auto_leaves_small_arrays_to_messages(comm, monkeypatch):
     with group_of(comm, monkeypatch, "", "auto") as mesh:
-        x = mesh.world.zeros(shared.LEAST, "f4")
-        assert mesh.world.shared.find(x) is not None and mesh.world.shared.find(x[:100]) is None
+        x, memory = mesh.world.zeros(2 << 20, "f4"), mesh.world.shared
+        for operation, least in shared.LEAST.items():
+            assert memory.find(x[:least // 4], operation) is not None and memory.find(x[:least // 4 - 1], operation) is None
     with group_of(comm, monkeypatch, "", "mpi") as mesh:
-        mesh.world.zeros(shared.LEAST, "f4")
+        mesh.world.zeros(2 << 20, "f4")
         assert mesh.world.shared is None and mesh.world.common(10, "f4") is None
     with pytest.raises(ValueError, match="valid are auto, mpi, shm"):
         Mesh(comm, back_end="tcp")
