@@ -245,6 +245,8 @@ class _FunctionStore(NullCache):
         # True if this process now holds the lock (or waited in vain: two compilations do no harm).
         if fcntl is None:
             return False
+        if path in self.held:  # an earlier compilation in this process failed
+            return True
         try:
             descriptor = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
         except OSError:

@@ -14,6 +14,7 @@ import functools
 import platform
 import sys
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -302,7 +303,7 @@ class Pairs(Code):
 
     def dot(self, sums, x, y):
         """sums + the two products of each word of x and y."""
-        kind = ir.VectorType(_BFloat(), 2 * SIDE)
+        kind = ir.VectorType(_BFloat(), 2 * SIDE) if llvm.llvm_version_info[0] >= 16 else self.words
         return self._call("llvm.x86.avx512bf16.dpbf16ps.512", self.vector,
                           [sums, self.builder.bitcast(x, kind), self.builder.bitcast(y, kind)])
 

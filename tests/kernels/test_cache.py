@@ -153,6 +153,18 @@ def test_arrays_in_processes_that_only_load(package):
         assert package.execute(code) == [total, "0"] and runtime.stat().st_size > 1000
 
 
+def test_a_kernel_that_cannot_be_compiled_fails_each_time_at_once(package):
+    """The lock that the first attempt took must not keep the second one waiting."""
+    (package.folder / "main.py").write_text(MAIN.replace("return x + amount(x)", "return x.nothing"))
+    code = ("import time; from toy.kernels.main import kernel\n"
+            "begin = time.monotonic()\n"
+            "for _ in range(2):\n"
+            "    try: kernel(1.0)\n"
+            "    except Exception as error: print('nothing' in str(error))\n"
+            "print(time.monotonic() - begin < 60)")
+    assert package.execute(code) == ["True"] * 3
+
+
 def test_several_at_once_with_an_empty_cache(package):
     """Two types at once: with Numba's own file names one process could load the code of the other."""
     started = [package.start(one) for one in ("1.0", "1") * 3]
