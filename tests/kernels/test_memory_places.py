@@ -22,6 +22,7 @@ from mpipar.kernels.wide import wide_vectors
 from tests.helpers.kernels import DTYPES, normal
 
 ROWS = 32
+ELSEWHERE = 400  # so many holes of a size, which loading the kernels left, are filled first
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="knows how glibc's malloc gives memory again")
 
 
@@ -75,10 +76,11 @@ def kinds_of_bits(kernel, dtype):
     libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
     for columns in (16, 24, 32, 64):
         values = normal(1, ROWS, columns, dtype=dtype)
-        out, found, used = np.empty_like(values), set(), []
+        out, found = np.empty_like(values), set()
         kernel(values, out)  # compiled, and Python's own memory is at hand
+        used = [libc.malloc(values.nbytes) for _ in range(ELSEWHERE)]
         for size in range(24, 800, 8):
-            used += [libc.malloc(size) for _ in range(20)]  # holes of this size that are elsewhere
+            used += [libc.malloc(size) for _ in range(ELSEWHERE)]
             place, holes = libc.malloc(values.nbytes), [libc.malloc(size) for _ in range(4)]
             used.append(place)
             x = np.frombuffer((ctypes.c_char * values.nbytes).from_address(place), dtype).reshape(values.shape)
