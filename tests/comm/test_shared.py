@@ -127,6 +127,16 @@ def test_auto_leaves_small_arrays_to_messages(comm, monkeypatch):
         x, memory = mesh.world.zeros(2 << 20, "f4"), mesh.world.shared
         for operation, least in shared.LEAST.items():
             assert memory.find(x[:least // 4], operation) is not None and memory.find(x[:least // 4 - 1], operation) is None
+        planned, part = [], np.zeros(1 << 20, "f4")
+        monkeypatch.setattr(mesh.world, "_run", lambda plan: planned.append(plan.operation))
+        calls = {"all_reduce": lambda n: mesh.world.all_reduce(x[:n]), "broadcast": lambda n: mesh.world.broadcast(x[:n]),
+                 "reduce_scatter": lambda n: mesh.world.reduce_scatter(x[:n], out=part[:n // 2]),
+                 "all_gather": lambda n: mesh.world.all_gather(part[:n // 2], out=x[:n])}
+        for operation, least in shared.LEAST.items():  # a call that MPI carries out has no plan
+            calls[operation](least // 4 - 2)
+            calls[operation](least // 4)
+            assert planned == [operation]
+            planned.clear()
     with group_of(comm, monkeypatch, "", "mpi") as mesh:
         mesh.world.zeros(2 << 20, "f4")
         assert mesh.world.shared is None and mesh.world.common(10, "f4") is None
