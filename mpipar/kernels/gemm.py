@@ -15,14 +15,19 @@ from .gemm_bfloat16 import gemm_bfloat16
 from .gemm_finish import ADD, GELU
 from .gemm_kept import kept
 from .gemm_plan import SMALL, check_column_sums, plan_of, plans, split
+from .host import host
 from .settings import settings
 from .threads import parallel_for
 from .vector import TILE_ROWS
 
-THIN_ROWS = 5 * TILE_ROWS  # up to here packing b costs more than it saves (measured with tiles of 14 rows)
-# Rows of b that are followed side by side where b is read in place: from memory no more than the hardware
-# follows by itself, from a near cache more, because each block of k reads and writes out once.
-FEW_ROWS, MORE_ROWS = 32, 256
+THIN_ROWS = 5 * TILE_ROWS  # up to here packing b costs more than it saves
+# Narrow vectors read b in more tiles, which costs where few of its lines stay in the nearest cache: from the second one,
+# and where its rows are whole pages apart, which share sets of the cache. They do better to pack sooner there.
+SOON_ROWS = THIN_ROWS if host().prefetches else 2 * TILE_ROWS
+PAGE = 4096
+# Rows of b that are followed side by side where b is read in place: from memory no more than the hardware follows by
+# itself, from a near cache more, because each block of k reads and writes out once.
+FEW_ROWS, MORE_ROWS = 32 if host().prefetches else 128, 256
 
 
 def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None, column_sums=None):
@@ -66,8 +71,10 @@ def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None, co
     thin, side_by_side = 0, b.strides[1] == dtype.itemsize
     if uses_pieces(dtype, m, k, n):
         plan = gemm_pieces
-    elif m <= THIN_ROWS and side_by_side:  # b is read in place, in blocks so deep along k
-        thin = FEW_ROWS if k * n > plan.far else MORE_ROWS
+    elif side_by_side and m <= THIN_ROWS:  # b is read in place, in blocks so deep along k
+        is_far = k * n > plan.far
+        if m <= SOON_ROWS or is_far and b.strides[0] % PAGE:
+            thin = FEW_ROWS if is_far else MORE_ROWS
     packed = plan.panels(b) if kept.spans and not thin else 0
     if column_sums is not None:
         check_column_sums(column_sums, n, dtype)
