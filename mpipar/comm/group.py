@@ -19,7 +19,7 @@ import time
 
 import numpy as np
 
-from mpipar.comm import collectives, rounded
+from mpipar.comm import buffers, collectives, rounded
 from mpipar.comm.pending import Pending
 from mpipar.kernels.dtypes import is_bfloat16
 from mpipar.kernels.memory import aligned_zeros
@@ -28,9 +28,14 @@ from mpipar.kernels.memory import aligned_zeros
 # the other ranks, so that one of them can know that it waits for a call that will never be made.
 call_counts = {}
 
-# What goes to MPI as it is needs no plan, which would take longer than a little message.
+# What goes through shared slots, or to MPI as it is, needs no plan, which would take longer than a little message.
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
-_REDUCTIONS = frozenset(("sum", "min", "max"))
+# As in kernels/exchange.py, whose import takes time that a program of one rank need not spend.
+_KINDS = {"sum": 0, "min": 1, "max": 2}
+SUM_PARTS, GATHER, BROADCAST, TRANSPOSE = 3, 6, 7, 8
+# Bytes of the whole array up to which an operation goes through the slots: there it takes no longer than MPI (two ranks).
+MOST = {"all_reduce": 1 << 20, "reduce_scatter": 1 << 23, "all_gather": 1 << 19, "broadcast": 1 << 19, "all_to_all": 1 << 19}
+FEW, LITTLE = 4, 1 << 15    # ranks beyond which each would read too much of the others, but for what goes in one piece
 
 
 class Group:
@@ -42,7 +47,7 @@ class Group:
     """
 
     pending_class = Pending
-    direct = True           # calls may go to MPI without a plan; False where every call has to be noted
+    direct = True           # calls may be carried out without a plan; False where every call has to be noted
 
     def __init__(self, name="alone", comm=None, *, ranks=(0,), single_node=True, members=None, key=0, nodes=(0,),
                  back_end="auto", speaks=False):
@@ -51,6 +56,8 @@ class Group:
         self.members, self.key = self.ranks if members is None else tuple(members), key
         self.comm, self.rank, self.size = comm, 0, 1
         self.recorder, self.shared = None, None
+        # Slots of shared memory, made at the first call that they are for; `stages`: whether there are any, or may be.
+        self.staging, self.stages = None, single_node and comm is not None and back_end != "mpi"
         self.nodes, self.back_end, self._speaks = tuple(nodes), back_end, speaks
         self.mpi, self.limit, self.synchronous, self._calls = None, None, False, [0]
         if comm is not None:
@@ -110,12 +117,23 @@ class Group:
             self.shared = SharedMemory(self, self.nodes, least=least, speaks=self._speaks)
         return self.shared
 
+    def slots(self):
+        """The Staging of the group, made by the first call, a collective one; None where its ranks have none."""
+        if self.stages and self.staging is None:
+            from mpipar.comm.staging import Staging
+            self.staging = Staging.of(self)
+            self.stages = self.staging is not None
+        return self.staging
+
     def barrier(self, name=""):
         """Returns when all ranks of the group have called it."""
         return self._run(collectives.barrier(self))
 
     def broadcast(self, x, root=0, name=""):
         """Root's x is written into every rank's x. Returns x."""
+        if (type(root) is int and 0 <= root < self.size and self._is_staged("broadcast", x, x)
+                and self._run_staged("broadcast", BROADCAST, x, x, root) is not None):
+            return x
         if self._is_direct("broadcast", x, x) and type(root) is int and 0 <= root < self.size:
             self._run_direct("broadcast", self.comm.Bcast, x, root)
             return x
@@ -128,7 +146,9 @@ class Group:
 
     def all_reduce(self, x, op="sum", name=""):
         """The sum (mean, ...) over the ranks is written into every rank's x. Returns x."""
-        if self._is_direct("all_reduce", x, x) and op in _REDUCTIONS:
+        if op in _KINDS and self._is_staged("all_reduce", x, x) and self._run_staged("all_reduce", _KINDS[op], x, x) is not None:
+            return x
+        if self._is_direct("all_reduce", x, x) and op in _KINDS:
             self._run_direct("all_reduce", self.comm.Allreduce, self.mpi.IN_PLACE, x, self.mpi.OPERATIONS[op])
             return x
         plan = None if self.shared is None else self.shared.all_reduce(x, op)
@@ -140,6 +160,10 @@ class Group:
         The parts have one shape, or lengths `sizes` (one a rank, the same list everywhere) along the axis.
         Into `out` where it is given, else a new array. x may be this rank's part of `out`: nothing is copied then.
         """
+        if sizes is None and axis == 0 and self._is_staged("all_gather", x, out, self.size) and x.ndim:
+            result = self._run_staged("all_gather", GATHER, x, out, shape=(x.shape[0] * self.size, *x.shape[1:]))
+            if result is not None:
+                return result
         if sizes is None and axis == 0 and self._is_direct("all_gather", x, out) and _divides(x, out, self.size):
             self._run_direct("all_gather", self.comm.Allgather, x, out)
             return out
@@ -152,7 +176,12 @@ class Group:
         x is left as it is. The parts are equal (ValueError if the length does not divide), or as `sizes` says.
         `out` may be this rank's part of x: the other parts of x are then undefined afterwards.
         """
-        if (sizes is None and axis == 0 and op in _REDUCTIONS and self._is_direct("reduce_scatter", x, out)
+        if (sizes is None and axis == 0 and op in _KINDS and self._is_staged("reduce_scatter", x, out) and x.ndim
+                and x.shape[0] % self.size == 0):
+            result = self._run_staged("reduce_scatter", SUM_PARTS + _KINDS[op], x, out, shape=(x.shape[0] // self.size, *x.shape[1:]))
+            if result is not None:
+                return result
+        if (sizes is None and axis == 0 and op in _KINDS and self._is_direct("reduce_scatter", x, out)
                 and _divides(out, x, self.size)):
             self._run_direct("reduce_scatter", self.comm.Reduce_scatter_block, x, out, self.mpi.OPERATIONS[op])
             return out
@@ -174,6 +203,10 @@ class Group:
     def all_to_all(self, x, axis=0, name=""):
         """x is cut into equal parts along `axis`; part i goes to rank i. Returns the received parts, joined
         along `axis` in the order of the ranks they come from, as a new array of x's shape."""
+        if axis == 0 and self._is_staged("all_to_all", x, None) and x.ndim and x.shape[0] % self.size == 0:
+            result = self._run_staged("all_to_all", TRANSPOSE, x, None, shape=x.shape)
+            if result is not None:
+                return result
         if axis == 0 and self._is_direct("all_to_all", x, x) and x.ndim and x.shape[0] % self.size == 0:
             out = np.empty_like(x)
             self._run_direct("all_to_all", self.comm.Alltoall, x, out)
@@ -239,9 +272,62 @@ class Group:
             if self.shared is not None:
                 self.shared.close()
                 self.shared = None
+            if self.staging is not None:
+                self.staging.close()
+                self.staging, self.stages = None, False
             self.comm.Free()
             self.comm = None
             call_counts.pop(self.key, None)
+
+    def _is_staged(self, operation, x, out, parts=1):
+        """Whether an operation goes through shared slots. All ranks say the same: it depends on what they have in common.
+
+        x: this rank's array, one of so many parts of the whole. out: the result, may be None.
+        """
+        if not self.stages or type(x) is not np.ndarray or x.dtype not in _FLOATS or not x.size:
+            return False
+        bytes = x.nbytes * parts
+        if bytes > MOST[operation] or self.size > FEW and bytes > LITTLE:
+            return False
+        if self.shared is None or self.shared.leaves(operation, bytes):
+            return True
+        return self.shared.find(x if out is None or operation == "reduce_scatter" else out, operation) is None
+
+    def _run_staged(self, operation, kind, x, out, root=0, *, shape=None):
+        """Carry out an operation through shared slots and return its result, which is `out`, or new and of `shape`.
+
+        None where there is no room for slots: another way is taken from then on. (waits.py finds its name on the stack.)
+        """
+        self._calls[0] += 1
+        staging = self.staging or self.slots()
+        if staging is None:
+            self._calls[0] -= 1
+            return None
+        plain = x.flags.carray
+        if shape is None and plain:
+            result = source = target = out
+        else:
+            if type(out) is np.ndarray and out.shape == shape and out.dtype is x.dtype:
+                result = out
+            else:
+                result = buffers.check_out(out, x.shape if shape is None else shape, x.dtype)
+            source = x if plain else np.array(x, order="C")
+            if shape is None:
+                target = source
+            else:
+                target = result if result.flags.carray else np.empty(result.shape, x.dtype)
+            if plain and target.nbytes > LITTLE and np.may_share_memory(source, target):
+                source = x.copy()       # its pieces may not be overwritten before they were read
+        if self.direct and self.recorder is None:
+            staging.run(kind, source, target, root)
+        else:
+            self._calls[0] -= 1
+            bytes = max(x.nbytes, target.nbytes)
+            self._run(collectives.Plan(operation, result, (), lambda: staging.run(kind, source, target, root), bytes,
+                                       staging.sent(operation, bytes, root)))
+        if target is not result:
+            np.copyto(result, target)
+        return result
 
     def _is_direct(self, operation, x, out):
         """Whether MPI carries out an operation from x into `out`, both as they are in memory."""

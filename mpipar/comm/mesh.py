@@ -106,7 +106,7 @@ class Mesh:
         group = self._group(self._comm, axis, self.groups(axis))
         if patient and group.comm is not None and type(group.comm) is group.mpi.MPI.Intracomm:
             from mpipar.comm.patient import PatientComm
-            group.comm = PatientComm(group.comm)
+            group.comm, group.stages = PatientComm(group.comm), False      # who waits for a slot spins
         group.recorder = self.world.recorder
         self._beside.append(group)
         return group

@@ -25,9 +25,9 @@ from mpipar.kernels.shared import sum_rows, sum_rows_everywhere
 from mpipar.kernels.views import DTYPES
 
 ALIGN = 64                      # bytes: rows and pieces of work begin at cache lines
-# Bytes of the whole array below which `auto` leaves an operation to MPI, which is faster there (`bench collectives --comm mpi`
-# and `shm`, two ranks; for gathering and broadcasting both copy alike).
-LEAST = {"all_reduce": 1 << 16, "reduce_scatter": 1 << 20, "all_gather": 1 << 22, "broadcast": 1 << 20}
+# Bytes of the whole array below which `auto` does not work in place: going through slots, or MPI, is as fast there (two
+# ranks of one node).
+LEAST = {"all_reduce": 1 << 19, "reduce_scatter": 1 << 23, "all_gather": 1 << 20, "broadcast": 1 << 19}
 ALWAYS = dict.fromkeys(LEAST, 1)
 _FOLDER = "/dev/shm"
 
@@ -39,6 +39,27 @@ def free_bytes():
     except (OSError, AttributeError):
         return None
     return status.f_bavail * status.f_frsize
+
+
+def has_room(comm, mpi, bytes):
+    """(whether every rank's node has room for so much shared memory, what this one has left or None). A collective call."""
+    room = free_bytes()
+    fits = np.array([room is None or room > bytes + 2**20], np.uint8)
+    comm.Allreduce(mpi.IN_PLACE, fits, mpi.MIN)
+    return bool(fits[0]), room
+
+
+def make_window(comm, mpi, length, offset):
+    """(window, its address here) of memory that the ranks of a node share: `length` bytes of this rank, which lie `offset`
+    bytes from the beginning. A collective call."""
+    comm.Barrier()                                  # MPI makes the window without looking out for failures
+    memory = mpi.Win.Allocate_shared(length, 1, comm=_plain(comm, mpi))
+    memory.Lock_all(mpi.MODE_NOCHECK)
+    address = np.frombuffer(memory.Shared_query(0)[0], np.uint8).ctypes.data
+    if length:
+        own = np.frombuffer(memory.Shared_query(comm.Get_rank())[0], np.uint8).ctypes.data
+        assert own == address + offset, "the rows of a window do not follow one another"
+    return memory, address
 
 
 class Window:
@@ -107,25 +128,18 @@ class SharedMemory:
         if size == 0 or dtype not in DTYPES:
             return None
         stride = -(-size * dtype.itemsize // ALIGN) * ALIGN
-        room = free_bytes()
-        fits = np.array([room is None or room > rows * stride + 2**20], np.uint8)
-        short = not fits[0]
-        self.group.comm.Allreduce(mpi.IN_PLACE, fits, mpi.MIN)
-        if not fits[0]:
+        fits, room = has_room(self.group.comm, mpi, rows * stride)
+        if not fits:
+            short = room is not None and room <= rows * stride + 2**20
             if short and self.speaks and not self.full:
                 needed = f"{_FOLDER} has {room >> 20} MiB left, and {rows * stride >> 20} are needed"
                 print(f"mpipar: warning: {needed}: ranks of this node use messages instead of shared memory "
                       "(a container may get more by --shm-size)", file=sys.stderr, flush=True)
             self.full = True
             return None
-        self.node.Barrier()                             # MPI makes the window without looking out for failures
         length = stride if rows > 1 or self.row == 0 else 0
-        memory = mpi.Win.Allocate_shared(length, 1, comm=_plain(self.node, mpi))
-        memory.Lock_all(mpi.MODE_NOCHECK)
-        address = np.frombuffer(memory.Shared_query(0)[0], np.uint8).ctypes.data
         mine = self.row if rows > 1 else 0
-        own = np.frombuffer(memory.Shared_query(mine)[0], np.uint8).ctypes.data
-        assert own == address + mine * stride, "the rows of a window do not follow one another"
+        memory, address = make_window(self.node, mpi, length, mine * stride)
         window = Window(len(self.windows), memory, address, rows, mine, size, stride, dtype, mpi)
         if length:
             window.rows[mine] = 0                       # by its owner: the memory lies near the rank that uses it most
@@ -299,6 +313,10 @@ class SharedMemory:
 
     def _meet(self, memory):
         """Every rank of the node has come here, and sees what the others have written."""
+        staging = None if self.several else self.group.slots()
+        if staging is not None:
+            staging.meet()
+            return
         memory.Sync()
         self.node.Barrier()
         memory.Sync()

@@ -62,6 +62,7 @@ class TracedGroup(Group):
         super().__init__(*arguments, **options)
         if self.size > 1:
             open_groups[self.key] = self
+            self.slots()        # now, as the first call that needs them may not be the same on all ranks
 
     def close(self):
         super().close()

@@ -16,8 +16,8 @@ from mpipar.comm.fingerprint import site
 from mpipar.comm.group import Group
 from mpipar.comm.pending import Pending
 
-WAITING = {Group._run.__code__, Group._run_direct.__code__, Pending.wait.__code__}      # checked.py adds its own
-_MAKING = {str(pathlib.Path(__file__).with_name(name)) for name in ("mesh.py", "group.py", "shared.py", "checked.py")}
+WAITING = {Group._run.__code__, Group._run_staged.__code__, Group._run_direct.__code__, Pending.wait.__code__}  # checked.py adds its own
+_MAKING = {str(pathlib.Path(__file__).with_name(name)) for name in ("mesh.py", "group.py", "shared.py", "staging.py", "checked.py")}
 _ELSEWHERE = Group("none")
 _LATELY = 1.0           # seconds since the last `test`
 _FRAMES = 25            # of a stack, the innermost

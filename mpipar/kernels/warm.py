@@ -8,7 +8,7 @@ from . import bfloat16
 from .dtypes import as_dtype, is_bfloat16
 
 # The longest first: processes that divide the list end together.
-MODULES = ("gemm", "attention", "random", "norm", "elementwise", "loss", "gelu", "embedding", "optimizer", "shared")
+MODULES = ("gemm", "attention", "random", "norm", "elementwise", "loss", "gelu", "embedding", "optimizer", "shared", "exchange")
 OF_BFLOAT16 = ("gemm", "attention", "embedding")  # the others have no code of their own for it
 
 

@@ -107,9 +107,9 @@ def in_place(w, inside):
 
 def shares(w, which, offset):
     """all_reduce of one of two shared arrays, or of a private one."""
-    arrays = [w.zeros(200_000, "f4") for _ in range(2)]
-    x = numbers(200_000, "f4") if which is None else arrays[which]
-    w.all_reduce(x[offset:offset + 100_000])
+    arrays = [w.zeros(400_000, "f4") for _ in range(2)]
+    x = numbers(400_000, "f4") if which is None else arrays[which]
+    w.all_reduce(x[offset:offset + 200_000])
 
 
 def two_groups(made, first=(0, 3)):
@@ -244,10 +244,10 @@ WHOLE = {"helper": helper, "two groups": two_groups, "groups in turn": groups_in
          "slow": slow, "exchange": exchange}
 
 
-def main(name, **sizes):
+def main(name, **options):
     from mpipar.comm.mesh import Mesh
     with guard.checking():
-        made = Mesh(**sizes)
+        made = Mesh(**options)
     print(f"begins at {time.time()}", flush=True)
     if name in WHOLE:
         WHOLE[name](made)
@@ -259,4 +259,4 @@ def main(name, **sizes):
 
 
 if __name__ == "__main__":
-    guard.main(lambda: main(sys.argv[1], **{name: int(size) for name, size in (a.split("=") for a in sys.argv[2:])}))
+    guard.main(lambda: main(sys.argv[1], **{name: int(size) if size.isdigit() else size for name, size in (a.split("=") for a in sys.argv[2:])}))

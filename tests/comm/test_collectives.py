@@ -11,9 +11,10 @@ REDUCE = {"sum": lambda stack: stack.sum(0), "mean": lambda stack: stack.mean(0)
           "min": lambda stack: stack.min(0), "max": lambda stack: stack.max(0)}
 
 
-@pytest.fixture
-def world(comm):
-    with Mesh(comm) as mesh:
+@pytest.fixture(params=["mpi", "auto"])
+def world(comm, request):
+    """All ranks, by messages, or (floats) through slots of shared memory."""
+    with Mesh(comm, back_end=request.param) as mesh:
         yield mesh.world
 
 
@@ -322,8 +323,10 @@ def test_in_place(world, length):
 
 
 @pytest.mark.mpi(np=[2, 3])
-def test_plain_arrays_need_no_plan(world, monkeypatch):
+def test_plain_arrays_need_no_plan(comm, monkeypatch):
     """The same results, whether a call is planned or handed to MPI as it is; and which calls are."""
+    world = Mesh(comm, back_end="mpi").world
+
     def results():
         x, whole = input_of(world.rank, (6, 4), "f4"), np.zeros((6 * world.size, 4), "f4")
         part = np.zeros((6 // world.size, 4), "f4")

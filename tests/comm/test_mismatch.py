@@ -130,5 +130,13 @@ def test_what_is_right_goes_on(tmp_path, name, ranks, sizes, variables):
 @pytest.mark.parametrize("name", ["sum and max", "another order", "roots"])
 def test_without_the_check_nobody_notices(tmp_path, name):
     """Negative control: the same programs end without an error, and nothing is written."""
-    job = run(name, folder=tmp_path, debug="0")
+    job = run(name, "back_end=mpi", folder=tmp_path, debug="0")
     assert job.returncode == 0 and job.files == []
+
+
+@pytest.mark.parametrize("name, calls", [
+    ("sum and max", "rank [01] calls all_reduce .(sum|max). of [0-9]+ float64, and rank [01] calls all_reduce .(sum|max). of"),
+    ("roots", "rank [01] calls broadcast of [0-9]+ float64 from rank [01], and rank [01] calls broadcast")])
+def test_slots_notice_it_without_the_check(tmp_path, name, calls):
+    job = run(name, folder=tmp_path, debug="0")
+    assert job.returncode == 1 and re.search(rf"RuntimeError: group world: {calls}.*; MPIPAR_DEBUG=1 says where", job.stderr), job.output

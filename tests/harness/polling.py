@@ -74,6 +74,10 @@ class PollingComm(MPI.Intracomm):
         self._finish(super().Isend(sendbuf, dest, sendtag))
         self._finish(receive, status)
 
+    def Iprobe(self, source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG, status=None):
+        Watch.look(self)  # who probes again and again is waiting
+        return super().Iprobe(source, tag, status)
+
     def Probe(self, source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG, status=None):
         Watch.wait(lambda: self.Iprobe(source, tag, status), self)
         return True
