@@ -48,8 +48,9 @@ def _sum_rows(rows, first, out, divisor):
     for start in range(0, out.size, BLOCK):
         count = min(BLOCK, out.size - start)
         _sum_block(rows, first + start, count, total)
+        part = out[start:start + count]  # with `start + i` as the index the loop does not run in vectors
         for i in range(count):
-            out[start + i] = total[i] / divisor
+            part[i] = total[i] / divisor
 
 
 @jit

@@ -240,7 +240,7 @@ class Zero:
     def clear(self) -> None:
         """All gradients zero, before the first micro-batch."""
         if self.stage == 1:
-            self.buffers.grad[:] = 0
+            self.buffers.begin_gradients()
         else:
             for unit in self.units:
                 unit.grad[:] = 0
@@ -248,6 +248,7 @@ class Zero:
     def finish(self) -> None:
         """After the last backward pass: every replica holds the sum of its part of the gradients."""
         if self.stage == 1:
+            self.buffers.settle_gradients()
             for unit in self.units:
                 self._reduce(unit, self.buffers.grad[unit.start : unit.stop])
         assert all(unit.users == 0 for unit in self.units), "a backward pass is not over"
@@ -286,11 +287,11 @@ class Zero:
             unit.attach("data", None)
 
     def open(self, unit: Unit) -> None:
-        """One more backward pass is about to add to the unit's whole gradient, which begins with zeros."""
+        """One more backward pass is about to add to the unit's whole gradient, which counts as zeros at first."""
         if unit.users == 0:
-            whole = self.spare["grad"].take(unit.stop - unit.start)
-            whole[:] = 0
-            unit.attach("grad", whole)
+            unit.attach("grad", self.spare["grad"].take(unit.stop - unit.start))
+            for parameter in unit.parameters:
+                parameter.fresh = True
         unit.users += 1
 
     def close(self, unit: Unit) -> None:
@@ -298,6 +299,8 @@ class Zero:
         unit.users -= 1
         if unit.users == 0:
             whole = unit.whole["grad"]
+            for parameter in unit.parameters:
+                parameter.settle_gradient()
             add(unit.grad, self._reduce(unit, whole), unit.grad)
             unit.attach("grad", None)
             self.spare["grad"].give(whole)
