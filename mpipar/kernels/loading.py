@@ -7,10 +7,13 @@ three would be a quarter of its memory. Here the imports wait for the first comp
 itself), the run time is stored as the kernels are, and bitcode is read again if a caller is compiled.
 """
 
+import io
 import pickle
+import sys
 
 import llvmlite.binding as llvm
 from numba.core.compiler import CompileResult
+from numba.core.environment import Environment, lookup_environment
 from numba.core.runtime import nrtdynmod, rtsys
 from numba.core.serialize import dumps
 
@@ -41,12 +44,30 @@ def start_runtime(target_context, read, write):
 
 def rebuild(target_context, raw: bytes) -> CompileResult:
     """A kernel from what `CompileResult._reduce` gave, pickled; its bitcode stays unread."""
-    stored, *rest = pickle.loads(raw)
+    stored, *rest = _Reader(io.BytesIO(raw)).load()
     kernel = CompileResult._rebuild(target_context, stored, *rest)
     _, kind, code = stored
     if kind == "object":
         _leave_unread(kernel.library, bitcode=code[1])
     return kernel
+
+
+class _Reader(pickle.Unpickler):
+    """Reads a kernel without importing the modules that its parts were written in."""
+
+    def find_class(self, module, name):
+        return _environment if name == "_rebuild_env" else super().find_class(module, name)
+
+
+def _environment(module, constants, name):
+    # What Numba does, but for the import: machine code looks up constants here, and none of the module's names.
+    found = lookup_environment(name)
+    if found is None:
+        found = Environment(vars(sys.modules[module]) if module in sys.modules else {})
+        found.consts[:] = constants
+        found.env_name = name
+        Environment._memo[name] = found
+    return found
 
 
 def _leave_unread(library, bitcode):
