@@ -22,6 +22,7 @@ import numpy as np
 from mpipar.comm import buffers, collectives, rounded
 from mpipar.comm.pending import Pending
 from mpipar.kernels.dtypes import is_bfloat16
+from mpipar.kernels.kinds import BROADCAST, GATHER, REDUCTIONS, SUM_PARTS, TRANSPOSE
 from mpipar.kernels.memory import aligned_zeros
 
 # For every open group, by its key, how many collective calls this rank has made: [number]. The guard tells
@@ -30,11 +31,8 @@ call_counts = {}
 
 # What goes through shared slots, or to MPI as it is, needs no plan, which would take longer than a little message.
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
-# As in kernels/exchange.py, whose import takes time that a program of one rank need not spend.
-_KINDS = {"sum": 0, "min": 1, "max": 2}
-SUM_PARTS, GATHER, BROADCAST, TRANSPOSE = 3, 6, 7, 8
 # Bytes of the whole array up to which an operation goes through the slots: there it takes no longer than MPI (two ranks).
-MOST = {"all_reduce": 1 << 20, "reduce_scatter": 1 << 23, "all_gather": 1 << 19, "broadcast": 1 << 19, "all_to_all": 1 << 19}
+MOST = {"all_reduce": 1 << 20, "reduce_scatter": 1 << 19, "all_gather": 1 << 19, "broadcast": 1 << 18, "all_to_all": 1 << 18}
 FEW, LITTLE = 4, 1 << 15    # ranks beyond which each would read too much of the others, but for what goes in one piece
 
 
@@ -146,9 +144,9 @@ class Group:
 
     def all_reduce(self, x, op="sum", name=""):
         """The sum (mean, ...) over the ranks is written into every rank's x. Returns x."""
-        if op in _KINDS and self._is_staged("all_reduce", x, x) and self._run_staged("all_reduce", _KINDS[op], x, x) is not None:
+        if op in REDUCTIONS and self._is_staged("all_reduce", x, x) and self._run_staged("all_reduce", REDUCTIONS[op], x, x) is not None:
             return x
-        if self._is_direct("all_reduce", x, x) and op in _KINDS:
+        if self._is_direct("all_reduce", x, x) and op in REDUCTIONS:
             self._run_direct("all_reduce", self.comm.Allreduce, self.mpi.IN_PLACE, x, self.mpi.OPERATIONS[op])
             return x
         plan = None if self.shared is None else self.shared.all_reduce(x, op)
@@ -176,12 +174,12 @@ class Group:
         x is left as it is. The parts are equal (ValueError if the length does not divide), or as `sizes` says.
         `out` may be this rank's part of x: the other parts of x are then undefined afterwards.
         """
-        if (sizes is None and axis == 0 and op in _KINDS and self._is_staged("reduce_scatter", x, out) and x.ndim
+        if (sizes is None and axis == 0 and op in REDUCTIONS and self._is_staged("reduce_scatter", x, out) and x.ndim
                 and x.shape[0] % self.size == 0):
-            result = self._run_staged("reduce_scatter", SUM_PARTS + _KINDS[op], x, out, shape=(x.shape[0] // self.size, *x.shape[1:]))
+            result = self._run_staged("reduce_scatter", SUM_PARTS + REDUCTIONS[op], x, out, shape=(x.shape[0] // self.size, *x.shape[1:]))
             if result is not None:
                 return result
-        if (sizes is None and axis == 0 and op in _KINDS and self._is_direct("reduce_scatter", x, out)
+        if (sizes is None and axis == 0 and op in REDUCTIONS and self._is_direct("reduce_scatter", x, out)
                 and _divides(out, x, self.size)):
             self._run_direct("reduce_scatter", self.comm.Reduce_scatter_block, x, out, self.mpi.OPERATIONS[op])
             return out

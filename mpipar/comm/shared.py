@@ -27,7 +27,7 @@ from mpipar.kernels.views import DTYPES
 ALIGN = 64                      # bytes: rows and pieces of work begin at cache lines
 # Bytes of the whole array below which `auto` does not work in place: going through slots, or MPI, is as fast there (two
 # ranks of one node).
-LEAST = {"all_reduce": 1 << 19, "reduce_scatter": 1 << 23, "all_gather": 1 << 20, "broadcast": 1 << 19}
+LEAST = {"all_reduce": 1 << 18, "reduce_scatter": 1 << 18, "all_gather": 1 << 20, "broadcast": 1 << 18}
 ALWAYS = dict.fromkeys(LEAST, 1)
 _FOLDER = "/dev/shm"
 

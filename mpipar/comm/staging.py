@@ -13,11 +13,11 @@ import numpy as np
 from mpipar.comm import launcher
 from mpipar.comm.shared import has_room, make_window
 from mpipar.kernels import exchange as kernel
+from mpipar.kernels import kinds
 
-REDUCTIONS = {"sum": kernel.SUM, "min": kernel.MIN, "max": kernel.MAX}
-_NAMES = {kernel.GATHER: "all_gather", kernel.BROADCAST: "broadcast", kernel.TRANSPOSE: "all_to_all",
-          **{kind: f"all_reduce ({op})" for op, kind in REDUCTIONS.items()},
-          **{kind + kernel.SUM_PARTS: f"reduce_scatter ({op})" for op, kind in REDUCTIONS.items()}}
+_NAMES = {kinds.GATHER: "all_gather", kinds.BROADCAST: "broadcast", kinds.TRANSPOSE: "all_to_all",
+          **{kind: f"all_reduce ({op})" for op, kind in kinds.REDUCTIONS.items()},
+          **{kinds.SUM_PARTS + kind: f"reduce_scatter ({op})" for op, kind in kinds.REDUCTIONS.items()}}
 
 
 class Staging:
@@ -66,7 +66,7 @@ class Staging:
 
     def meet(self):
         """Returns when all ranks have come here; each then sees what the others wrote before."""
-        self.run(kernel.BROADCAST, self.nothing, self.nothing)
+        self.run(kinds.BROADCAST, self.nothing, self.nothing)
 
     def sent(self, operation, bytes, root):
         """Bytes that this rank sends as they are counted, see record.py."""
@@ -90,5 +90,5 @@ class Staging:
 
 def _call(mark):
     size, root, kind, itemsize = mark >> 24, mark >> 8 & 0xFFFF, mark >> 4 & 15, mark & 15
-    root = f" from rank {root}" if kind == kernel.BROADCAST else ""
+    root = f" from rank {root}" if kind == kinds.BROADCAST else ""
     return f"{_NAMES[kind]} of {size} float{8 * itemsize}{root}"

@@ -16,12 +16,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .cache import compile_only, jit
+from .kinds import BROADCAST, MAX, MAX_PARTS, MIN, SUM, SUM_PARTS, TRANSPOSE
 from .vector import address, stand_alone
 
 HEAD, SLOT = 128, 32 << 10  # bytes of a row's head and of each of its two slots
 MARKS = 64  # bytes from the row's beginning: on another cache line than the number that all ranks look at
 ROW = HEAD + 2 * SLOT
-SUM, MIN, MAX, SUM_PARTS, MIN_PARTS, MAX_PARTS, GATHER, BROADCAST, TRANSPOSE = range(9)  # kinds; PARTS: reduce-scatter
 START = 1  # an odd state has not been written yet; each piece of the array has two
 LOOKS = 1000  # at the others' numbers before the caller is asked to look elsewhere: some 20 microseconds
 
@@ -61,7 +61,7 @@ def exchange(x, out, rows, me, kind, root, state):
     """A part of a collective call: the state to go on with, 0 where the call is done.
 
     x: this rank's array, out: its result, both 1-D and contiguous. rows: [ranks, ROW bytes], the memory that all share, of
-    x's dtype. me: this rank's number. kind: see above; root: the rank that broadcasts, else 0. state: START, then what came
+    x's dtype. me: this rank's number. kind: see kinds.py; root: the rank that broadcasts, else 0. state: START, then what came
     back. Where a rank has not come after LOOKS looks it returns, so that the caller can see to other things; -1 - r where
     rank r makes another call. Sums are in the order of the ranks.
     """

@@ -8,6 +8,7 @@ import pytest
 from mpipar.comm import shared
 from mpipar.comm.mesh import Mesh
 from mpipar.kernels import exchange as kernel
+from mpipar.kernels import kinds
 from mpipar.kernels.memory import aligned_zeros
 from tests.helpers.jobs import run_job
 
@@ -169,16 +170,16 @@ def test_a_rank_alone_sees_that_nobody_else_came():
     kernel.warm(np.float32)
     memory = aligned_zeros(2 * kernel.ROW, np.uint8).reshape(2, -1)
     rows, x, out = memory.view("f4"), np.arange(5, dtype="f4"), np.zeros(5, "f4")
-    state = kernel.exchange(x, out, rows, 0, kernel.SUM, 0, kernel.START)
+    state = kernel.exchange(x, out, rows, 0, kinds.SUM, 0, kernel.START)
     assert state == kernel.START + 1 and (out == 0).all()
-    assert kernel.exchange(x, out, rows, 0, kernel.SUM, 0, state) == state
-    assert kernel.exchange(x, out, rows, 1, kernel.MAX, 0, kernel.START) == -1          # rank 0 makes another
-    assert kernel.exchange(x, out, rows, 0, kernel.SUM, 0, state) == -2                 # and for rank 0, rank 1 does
+    assert kernel.exchange(x, out, rows, 0, kinds.SUM, 0, state) == state
+    assert kernel.exchange(x, out, rows, 1, kinds.MAX, 0, kernel.START) == -1          # rank 0 makes another
+    assert kernel.exchange(x, out, rows, 0, kinds.SUM, 0, state) == -2                 # and for rank 0, rank 1 does
     memory[...] = 0
-    state = kernel.exchange(x, out, rows, 0, kernel.SUM, 0, kernel.START)
-    assert kernel.exchange(2 * x, out, rows, 1, kernel.SUM, 0, kernel.START) == 0 and (out == 3 * x).all()
+    state = kernel.exchange(x, out, rows, 0, kinds.SUM, 0, kernel.START)
+    assert kernel.exchange(2 * x, out, rows, 1, kinds.SUM, 0, kernel.START) == 0 and (out == 3 * x).all()
     out[...] = 0
-    assert kernel.exchange(x, out, rows, 0, kernel.SUM, 0, state) == 0 and (out == 3 * x).all()
+    assert kernel.exchange(x, out, rows, 0, kinds.SUM, 0, state) == 0 and (out == 3 * x).all()
 
 
 def test_a_killed_rank_leaves_nobody_waiting():
