@@ -9,7 +9,9 @@ All ranks of a group call the same operations in the same order, with arrays of 
 unless an operation says otherwise. Arrays may have any strides (a transposed or sliced view too) and any
 size, also none. Types: float32, float64, integers, bool, and bfloat16 (ml_dtypes), which is sent as 16 bits,
 summed in float32 in the order of the ranks and rounded once. `root`, `to` and `source` count the ranks of the
-group from 0. A group of one rank returns the very array it was given and needs no MPI. Operations: lecture 1,
+group from 0. A group of one rank returns the very array it was given and needs no MPI. Within a node float arrays of up to about
+1 MiB go through slots of shared memory (staging.py), arrays of `zeros` are worked on where they lie (shared.py), and MPI
+carries the rest; the back end mpi leaves everything to MPI. Operations: lecture 1,
 sections 1.2 and 1.4; `op` is "sum", "mean" (floats only), "min" or "max". A TypeError or ValueError is raised
 before anything is sent where this rank can see that the call is wrong; what only the ranks together can see
 (a shape that differs) is checked where MPIPAR_DEBUG=1 says so (checked.py). `name` is for that check alone: it tells
@@ -296,11 +298,6 @@ class Group:
 
         None where there is no room for slots: another way is taken from then on. (waits.py finds its name on the stack.)
         """
-        self._calls[0] += 1
-        staging = self.staging or self.slots()
-        if staging is None:
-            self._calls[0] -= 1
-            return None
         plain = x.flags.carray
         if shape is None and plain:
             result = source = target = out
@@ -316,6 +313,11 @@ class Group:
                 target = result if result.flags.carray else np.empty(result.shape, x.dtype)
             if plain and target.nbytes > LITTLE and np.may_share_memory(source, target):
                 source = x.copy()       # its pieces may not be overwritten before they were read
+        self._calls[0] += 1
+        staging = self.staging or self.slots()
+        if staging is None:
+            self._calls[0] -= 1
+            return None
         if self.direct and self.recorder is None:
             staging.run(kind, source, target, root)
         else:

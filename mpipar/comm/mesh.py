@@ -29,8 +29,8 @@ class Mesh:
     dp, pp, tp: the groups of this rank along each axis. world: the group of all ranks of the mesh. ends: the first
     and the last stage of this rank's pipeline (for tied weights), a group of one on the stages between. node: the
     ranks on this node; `nodes` is the number of nodes, `ranks_on_node` the number of ranks here. back_end: how ranks
-    of one node exchange arrays made by `Group.zeros`: "mpi" by messages, "shm" by reading each other's memory (and
-    ZeRO 3 keeps one copy of the parameters for a node), "auto" likewise by the array's size, without the one copy.
+    of one node exchange arrays: "mpi" by messages, "shm" by reading each other's memory (and ZeRO 3 keeps one copy of
+    the parameters for a node), "auto" likewise by the array's size, without the one copy.
     rank, size: in the mesh. shape, coordinates: dicts by axis. ValueError, with the valid values, where the sizes do
     not fit the ranks.
     """
@@ -86,7 +86,7 @@ class Mesh:
         return self
 
     def __exit__(self, kind, *_):
-        if kind is None or self._debug is None:     # groups that are checked would wait for ranks that do not come
+        if kind is None:        # else it would wait for ranks that do not come, and nobody would hear of the error
             self.close()
 
     def groups(self, axis):

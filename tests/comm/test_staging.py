@@ -182,9 +182,12 @@ def test_a_rank_alone_sees_that_nobody_else_came():
     assert kernel.exchange(x, out, rows, 0, kinds.SUM, 0, state) == 0 and (out == 3 * x).all()
 
 
-def test_a_killed_rank_leaves_nobody_waiting():
-    program = ("import os, numpy as np\nfrom mpipar.comm import guard\nfrom mpipar.comm.mesh import Mesh\n"
-               "def main():\n    world = Mesh().world\n    world.all_reduce(np.ones(3))\n"
-               "    if world.rank == 1: os.kill(os.getpid(), 9)\n    world.all_reduce(np.ones(3))\nguard.main(main)\n")
+@pytest.mark.parametrize("size", [3, 1_000_000])
+@pytest.mark.parametrize("end, said", [("os.kill(os.getpid(), 9)", ""), ("raise OSError('no disk')", "OSError: no disk")])
+def test_a_rank_that_fails_leaves_nobody_waiting(end, said, size):
+    """Neither in slots nor where rows of a window are summed, nor itself where the mesh is closed."""
+    program = ("import os, numpy as np\nfrom mpipar.comm.mesh import Mesh\n"
+               f"with Mesh() as mesh:\n    world = mesh.world\n    x = world.zeros({size}, 'f4')\n    world.all_reduce(x)\n"
+               f"    if world.rank == 1: {end}\n    world.all_reduce(x)\n")
     job = run_job(3, ["-c", program], timeout=30)
-    assert job.returncode not in (0, None) and job.seconds < 15, job.output
+    assert job.returncode not in (0, None) and job.seconds < 15 and said in job.stderr, job.output
