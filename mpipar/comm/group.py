@@ -11,7 +11,8 @@ size, also none. Types: float32, float64, integers, bool, and bfloat16 (ml_dtype
 summed in float32 in the order of the ranks and rounded once. `root`, `to` and `source` count the ranks of the
 group from 0. A group of one rank returns the very array it was given and needs no MPI. Within a node float arrays of up to about
 1 MiB go through slots of shared memory (staging.py), arrays of `zeros` are worked on where they lie (shared.py), and MPI
-carries the rest; the back end mpi leaves everything to MPI. Operations: lecture 1,
+carries the rest, and all that is started without waiting; the last bits of a sum may differ between these ways. The back end
+mpi leaves everything to MPI. Operations: lecture 1,
 sections 1.2 and 1.4; `op` is "sum", "mean" (floats only), "min" or "max". A TypeError or ValueError is raised
 before anything is sent where this rank can see that the call is wrong; what only the ranks together can see
 (a shape that differs) is checked where MPIPAR_DEBUG=1 says so (checked.py). `name` is for that check alone: it tells
@@ -98,11 +99,15 @@ class Group:
     def share(self, other, array):
         """Let pieces of `array`, made by `zeros` of another group of the same ranks, be reduced here as all of it is there.
 
-        By whichever way: in the memory that they share, or by messages; so cutting it changes no bit. A collective call.
+        By whichever way: in memory that they share (where all of it may go through slots: both add in the order of the
+        ranks), or by messages; so cutting it changes no bit. A collective call.
         """
-        if other.shared is not None and other.shared.find(array, "all_reduce") is not None:
+        held = other.shared is not None and other.shared.holds(array)
+        if held and (not other.shared.leaves("all_reduce", array.nbytes) or other._is_staged("all_reduce", array, array)):
             from mpipar.comm.shared import ALWAYS, SharedMemory
             self.shared = SharedMemory(self, self.nodes, least=ALWAYS, speaks=False, windows=other.shared.windows)
+        else:
+            self.stages, other.stages = False, other.stages and held
 
     @property
     def here(self):
@@ -123,7 +128,7 @@ class Group:
             from mpipar.comm.staging import Staging
             self.staging = Staging.of(self)
             self.stages = self.staging is not None
-        return self.staging
+        return self.staging if self.stages else None
 
     def barrier(self, name=""):
         """Returns when all ranks of the group have called it."""
@@ -131,8 +136,8 @@ class Group:
 
     def broadcast(self, x, root=0, name=""):
         """Root's x is written into every rank's x. Returns x."""
-        if (type(root) is int and 0 <= root < self.size and self._is_staged("broadcast", x, x)
-                and self._run_staged("broadcast", BROADCAST, x, x, root) is not None):
+        if (isinstance(root, (int, np.integer)) and 0 <= root < self.size and self._is_staged("broadcast", x, x)
+                and self._run_staged("broadcast", BROADCAST, x, x, int(root)) is not None):
             return x
         if self._is_direct("broadcast", x, x) and type(root) is int and 0 <= root < self.size:
             self._run_direct("broadcast", self.comm.Bcast, x, root)
@@ -158,9 +163,9 @@ class Group:
         """All ranks' parts, joined along `axis` in the order of the ranks, on every rank.
 
         The parts have one shape, or lengths `sizes` (one a rank, the same list everywhere) along the axis.
-        Into `out` where it is given, else a new array. x may be this rank's part of `out`: nothing is copied then.
+        Into `out` where it is given, else a new array. x may be this rank's part of `out`.
         """
-        if sizes is None and axis == 0 and self._is_staged("all_gather", x, out, self.size) and x.ndim:
+        if self._is_staged("all_gather", x, out, self.size) and _is_first(axis, x) and self._is_even(sizes, x.shape[0]):
             result = self._run_staged("all_gather", GATHER, x, out, shape=(x.shape[0] * self.size, *x.shape[1:]))
             if result is not None:
                 return result
@@ -176,8 +181,8 @@ class Group:
         x is left as it is. The parts are equal (ValueError if the length does not divide), or as `sizes` says.
         `out` may be this rank's part of x: the other parts of x are then undefined afterwards.
         """
-        if (sizes is None and axis == 0 and op in REDUCTIONS and self._is_staged("reduce_scatter", x, out) and x.ndim
-                and x.shape[0] % self.size == 0):
+        if (op in REDUCTIONS and self._is_staged("reduce_scatter", x, out) and _is_first(axis, x)
+                and x.shape[0] % self.size == 0 and self._is_even(sizes, x.shape[0] // self.size)):
             result = self._run_staged("reduce_scatter", SUM_PARTS + REDUCTIONS[op], x, out, shape=(x.shape[0] // self.size, *x.shape[1:]))
             if result is not None:
                 return result
@@ -203,7 +208,7 @@ class Group:
     def all_to_all(self, x, axis=0, name=""):
         """x is cut into equal parts along `axis`; part i goes to rank i. Returns the received parts, joined
         along `axis` in the order of the ranks they come from, as a new array of x's shape."""
-        if axis == 0 and self._is_staged("all_to_all", x, None) and x.ndim and x.shape[0] % self.size == 0:
+        if self._is_staged("all_to_all", x, None) and _is_first(axis, x) and x.shape[0] % self.size == 0:
             result = self._run_staged("all_to_all", TRANSPOSE, x, None, shape=x.shape)
             if result is not None:
                 return result
@@ -284,12 +289,12 @@ class Group:
 
         x: this rank's array, one of so many parts of the whole. out: the result, may be None.
         """
-        if not self.stages or type(x) is not np.ndarray or x.dtype not in _FLOATS or not x.size:
+        if not self.stages or not isinstance(x, np.ndarray) or x.dtype not in _FLOATS or not x.size:
             return False
-        bytes = x.nbytes * parts
-        if bytes > MOST[operation] or self.size > FEW and bytes > LITTLE:
+        nbytes = x.nbytes * parts
+        if nbytes > MOST[operation] or self.size > FEW and nbytes > LITTLE:
             return False
-        if self.shared is None or self.shared.leaves(operation, bytes):
+        if self.shared is None or self.shared.leaves(operation, nbytes):
             return True
         return self.shared.find(x if out is None or operation == "reduce_scatter" else out, operation) is None
 
@@ -298,20 +303,21 @@ class Group:
 
         None where there is no room for slots: another way is taken from then on. (waits.py finds its name on the stack.)
         """
-        plain = x.flags.carray
+        plain = x.flags.carray and type(x) is np.ndarray
+        writes = kind != BROADCAST or self.rank != root
         if shape is None and plain:
             result = source = target = out
+        elif shape is None:
+            result = buffers.check_out(out, x.shape, x.dtype) if writes else out
+            source = target = np.array(x, order="C")
         else:
-            if type(out) is np.ndarray and out.shape == shape and out.dtype is x.dtype:
-                result = out
+            if type(out) is np.ndarray and out.shape == shape and out.dtype is x.dtype and out.flags.carray:
+                result = target = out
             else:
-                result = buffers.check_out(out, x.shape if shape is None else shape, x.dtype)
+                result = buffers.check_out(out, shape, x.dtype)
+                target = result if result.flags.carray and type(result) is np.ndarray else np.empty(shape, x.dtype)
             source = x if plain else np.array(x, order="C")
-            if shape is None:
-                target = source
-            else:
-                target = result if result.flags.carray else np.empty(result.shape, x.dtype)
-            if plain and target.nbytes > LITTLE and np.may_share_memory(source, target):
+            if plain and max(x.nbytes, target.nbytes) > LITTLE and self._overlap(x, target):
                 source = x.copy()       # its pieces may not be overwritten before they were read
         self._calls[0] += 1
         staging = self.staging or self.slots()
@@ -322,12 +328,24 @@ class Group:
             staging.run(kind, source, target, root)
         else:
             self._calls[0] -= 1
-            bytes = max(x.nbytes, target.nbytes)
-            self._run(collectives.Plan(operation, result, (), lambda: staging.run(kind, source, target, root), bytes,
-                                       staging.sent(operation, bytes, root)))
-        if target is not result:
+            nbytes = max(x.nbytes, target.nbytes)
+            self._run(collectives.Plan(operation, result, (), lambda: staging.run(kind, source, target, root), nbytes,
+                                       staging.sent(operation, nbytes, root)))
+        if target is not result and writes:
             np.copyto(result, target)
         return result
+
+    def _is_even(self, sizes, length):
+        """Whether all parts have this length."""
+        return sizes is None or len(sizes) == self.size and all(size == length for size in sizes)
+
+    def _overlap(self, x, out):
+        """Whether x and out share memory, other than the smaller one being this rank's part of the larger one."""
+        if not np.may_share_memory(x, out):
+            return False
+        small, large = sorted((x, out), key=lambda array: array.nbytes)
+        first = [array.__array_interface__["data"][0] for array in (small, large)]
+        return first[0] != first[1] + self.rank * small.nbytes or small.nbytes == large.nbytes
 
     def _is_direct(self, operation, x, out):
         """Whether MPI carries out an operation from x into `out`, both as they are in memory."""
@@ -369,6 +387,11 @@ class Group:
         requests = [getattr(comm, "I" + name.lower())(*arguments) for name, arguments in plan.calls]
         entry = recorder.add(plan, self, start) if recorder is not None and self.size > 1 else None
         return self.pending_class(self, plan, requests, entry)
+
+
+def _is_first(axis, x):
+    """Whether it is the first axis, by either of its numbers."""
+    return x.ndim > 0 and axis in (0, -x.ndim)
 
 
 def _divides(part, whole, ranks):

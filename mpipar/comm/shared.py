@@ -97,7 +97,7 @@ class SharedMemory:
     """The windows of one group and the operations on them. Made by `Group`, a collective call.
 
     nodes: for each rank of the group the number of its node, from 0. least: for each operation the bytes below which an
-    array is left to MPI. speaks: this rank says it where there is no room for shared memory. windows: of another group of
+    array is left to slots or MPI. speaks: this rank says it where there is no room for shared memory. windows: of another group of
     the same ranks, on whose arrays this one works too (and which frees them).
     """
 
@@ -148,12 +148,19 @@ class SharedMemory:
         return window
 
     def leaves(self, operation, size):
-        """Whether an operation on so many bytes is left to MPI wherever they lie."""
+        """Whether an operation on so many bytes is left to slots or MPI wherever they lie."""
         return size < self.least.get(operation, math.inf)
+
+    def holds(self, x):
+        """Whether an array is a piece of this rank's row of a window."""
+        return self._place(x) is not None
 
     def find(self, x, operation):
         """(window, first, last) of an array that is a piece of this rank's row and large enough, else None."""
-        if not isinstance(x, np.ndarray) or x.size == 0 or self.leaves(operation, x.nbytes):
+        return None if not isinstance(x, np.ndarray) or self.leaves(operation, x.nbytes) else self._place(x)
+
+    def _place(self, x):
+        if not isinstance(x, np.ndarray) or x.size == 0:
             return None
         for window in self.windows:
             place = window.place(x)

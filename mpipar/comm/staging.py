@@ -15,7 +15,7 @@ from mpipar.comm.shared import has_room, make_window
 from mpipar.kernels import exchange as kernel
 from mpipar.kernels import kinds
 
-_NAMES = {kinds.GATHER: "all_gather", kinds.BROADCAST: "broadcast", kinds.TRANSPOSE: "all_to_all",
+_NAMES = {kinds.GATHER: "all_gather", kinds.BROADCAST: "broadcast", kinds.TRANSPOSE: "all_to_all", kinds.MEET: "an operation in shared memory",
           **{kind: f"all_reduce ({op})" for op, kind in kinds.REDUCTIONS.items()},
           **{kinds.SUM_PARTS + kind: f"reduce_scatter ({op})" for op, kind in kinds.REDUCTIONS.items()}}
 
@@ -33,9 +33,9 @@ class Staging:
         self.comm, self.name, self.rank, self.size = group.comm, group.name, group.rank, group.size
         self.yields = launcher.crowded()      # a rank for which others wait may need this core
         self.window, address = make_window(self.comm, group.mpi.MPI, kernel.ROW, self.rank * kernel.ROW)
-        memory = np.frombuffer(group.mpi.MPI.memory.fromaddress(address, self.size * kernel.ROW), np.uint8)
-        self.bytes, self.rows = memory.reshape(self.size, kernel.ROW), {}
-        self.bytes[self.rank] = 0
+        block = group.mpi.MPI.memory.fromaddress(address, self.size * kernel.ROW)
+        self.memory, self.rows = np.frombuffer(block, np.uint8).reshape(self.size, kernel.ROW), {}
+        self.memory[self.rank] = 0
         self.nothing = np.zeros(1, np.float32)
         self.window.Sync()
         self.comm.Barrier()
@@ -45,7 +45,7 @@ class Staging:
         """The slots as numbers of a dtype."""
         if dtype not in self.rows:
             kernel.warm(dtype)
-            self.rows[dtype] = self.bytes.view(dtype)
+            self.rows[dtype] = self.memory.view(dtype)
         return self.rows[dtype]
 
     def run(self, kind, x, out, root=0):
@@ -66,29 +66,31 @@ class Staging:
 
     def meet(self):
         """Returns when all ranks have come here; each then sees what the others wrote before."""
-        self.run(kinds.BROADCAST, self.nothing, self.nothing)
+        self.run(kinds.MEET, self.nothing, self.nothing)
 
-    def sent(self, operation, bytes, root):
+    def sent(self, operation, nbytes, root):
         """Bytes that this rank sends as they are counted, see record.py."""
         if operation == "broadcast":
-            return 0 if self.rank == (root - 1) % self.size else bytes
-        return (2 if operation == "all_reduce" else 1) * bytes * (self.size - 1) // self.size
+            return 0 if self.rank == (root - 1) % self.size else nbytes
+        return (2 if operation == "all_reduce" else 1) * nbytes * (self.size - 1) // self.size
 
     def complain(self, rank):
         """RuntimeError: another rank makes another call in the same turn."""
-        heads = self.bytes[:, :kernel.HEAD].view(np.int64)
+        heads = self.memory[:, :kernel.HEAD].view(np.int64)
         mark = kernel.MARKS // 8 + int(heads[self.rank, 0]) % 2
         mine, theirs = (_call(int(heads[r, mark])) for r in (self.rank, rank))
         raise RuntimeError(f"group {self.name}: rank {self.rank} calls {mine}, and rank {rank} calls {theirs}; MPIPAR_DEBUG=1 says where")
 
     def close(self):
         """Free the memory; a collective call."""
-        self.bytes = self.rows = None
+        self.memory = self.rows = None
         self.window.Unlock_all()
         self.window.Free()
 
 
 def _call(mark):
     size, root, kind, itemsize = mark >> 24, mark >> 8 & 0xFFFF, mark >> 4 & 15, mark & 15
+    if kind == kinds.MEET:
+        return _NAMES[kind]
     root = f" from rank {root}" if kind == kinds.BROADCAST else ""
     return f"{_NAMES[kind]} of {size} float{8 * itemsize}{root}"

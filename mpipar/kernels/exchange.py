@@ -79,7 +79,7 @@ def exchange(x, out, rows, me, kind, root, state):
         turn = _seen(mine) + (state & 1)
         place = head + (turn & 1) * slot
         if state & 1:
-            if kind != BROADCAST or me == root:
+            if kind < BROADCAST or kind == BROADCAST and me == root:
                 for p in range(parts):
                     _copy(x[p * part + first:], rows[me, place + p * step:place + p * step + count])
             _say(mine + MARKS + 8 * (turn & 1), mark)
@@ -101,13 +101,12 @@ def exchange(x, out, rows, me, kind, root, state):
             _reduce(kind % SUM_PARTS, rows[0, own:own + count], rows[1, own:own + count], result)
             for r in range(2, ranks):
                 _reduce(kind % SUM_PARTS, result, rows[r, own:own + count], result)
-        elif kind == BROADCAST:
-            if me != root:
-                _copy(rows[root, place:place + count], out[first:first + count])
-        else:
+        elif kind < BROADCAST:
             own = place + me * step if kind == TRANSPOSE else place
             for r in range(ranks):
                 _copy(rows[r, own:own + count], out[r * part + first:r * part + first + count])
+        elif kind == BROADCAST and me != root:
+            _copy(rows[root, place:place + count], out[first:first + count])
         state += 1
     return 0
 

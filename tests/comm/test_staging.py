@@ -82,6 +82,50 @@ def test_every_operation(world, dtype, rest, pieces):
     assert world.staging is not None
 
 
+class Marked(np.ndarray):
+    """An array of a class of its own, as np.load(mmap_mode=...) gives one."""
+
+
+@pytest.mark.mpi(np=2)
+def test_ranks_may_say_the_same_in_other_words(world):
+    """An array of a subclass, one that may not be written, the number of an axis or of a rank, sizes that are equal."""
+    mine, ones = world.rank == 0, np.ones(4)
+    x = ones.copy().view(Marked) if mine else np.zeros(4)
+    assert (world.broadcast(x) == 1).all() and (world.all_reduce(x) == 2).all()
+    x = np.full(4, 1.0 + world.rank)
+    x.flags.writeable = not mine
+    assert (world.broadcast(x, np.int64(0) if mine else 0) == 1).all()
+    assert (world.all_gather(ones, axis=-1 if mine else 0) == 1).all()
+    assert (world.all_gather(ones, sizes=[4, 4] if mine else None) == 1).all()
+    assert (world.reduce_scatter(ones, sizes=[2, 2] if mine else None, axis=0 if mine else -1) == 2).all()
+    assert (world.all_to_all(ones, axis=-1 if mine else 0) == 1).all()
+
+
+@pytest.mark.mpi(np=2)
+@pytest.mark.parametrize("size", [10, 12_000, 16_000, 40_000])
+def test_a_result_that_overlaps(world, size):
+    """Also elsewhere than at this rank's part, in pieces or at once."""
+    memory = np.zeros(2 * size, np.float32)
+    x = memory[:size]
+    x[:] = np.arange(size) + world.rank
+    expected = (2 * np.arange(size) + 1.0)[size // 2 * world.rank:][:size // 2]
+    np.testing.assert_array_equal(world.reduce_scatter(x, out=memory[3:3 + size // 2]), expected)
+    memory[:size] = np.arange(size) + world.rank
+    np.testing.assert_array_equal(world.all_gather(memory[:size // 2], out=memory[3:3 + size // 2 * 2]),
+                                  np.concatenate([np.arange(size // 2) + r for r in range(2)]))
+
+
+@pytest.mark.mpi(np=2)
+def test_a_result_that_may_not_be_written_is_refused(world):
+    fixed = np.zeros(8)
+    fixed.flags.writeable = False
+    for call in (lambda: world.all_gather(np.zeros(4), out=fixed), lambda: world.reduce_scatter(np.zeros(16), out=fixed),
+                 lambda: world.all_reduce(fixed), lambda: world.broadcast(fixed, 1 - world.rank)):
+        with pytest.raises(ValueError, match="read-only"):
+            call()
+    assert world.staging is None                # nothing was made
+
+
 @pytest.mark.mpi(np=3)
 def test_what_is_not_a_number_stays_so(world):
     for place in range(3):
@@ -163,6 +207,50 @@ def test_a_record_counts_what_messages_would_send(comm):
             world.all_reduce(x), world.reduce_scatter(x), world.all_gather(x), world.broadcast(x, 1), world.all_to_all(x)
         found.append([(entry.operation, entry.bytes, entry.sent) for entry in log.entries])
     assert found[0] == found[1] and len(found[0]) == 5
+
+
+PIECES = """
+import sys
+import numpy as np
+from mpipar.comm import shared
+from mpipar.comm.mesh import Mesh
+
+if sys.argv[1] == "no room":
+    shared.free_bytes = lambda: 2**20 + int(sys.argv[2])
+mesh, differ = Mesh(), []
+for size in (1000, 20_000, 60_000, 200_000):
+    for patient in (False, True):
+        whole = mesh.dp.zeros(size, "f4")
+        beside = mesh.beside("dp", patient=patient)
+        if sys.argv[1] != "control":
+            beside.share(mesh.dp, whole)
+        whole[:] = np.random.default_rng(mesh.rank).standard_normal(size)
+        start = whole.copy()
+        total = mesh.dp.all_reduce(whole).copy()
+        whole[:] = start
+        for piece in np.array_split(whole, 4):
+            beside.all_reduce(piece)
+        differ.append(int(np.sum(whole != total)))
+print(differ if mesh.is_root else "", flush=True)
+"""
+
+
+@pytest.mark.parametrize("ranks", [4, 6])
+@pytest.mark.parametrize("room", [[""], ["no room", "0"], ["no room", str(9 * kernel.ROW)], ["control"]])
+def test_pieces_are_summed_as_the_whole(ranks, room):
+    """The same bits, by whichever way; the second group may belong to a thread that sleeps while it waits. Control: a group
+    that does not know."""
+    job = run_job(ranks, ["-c", PIECES, *room], timeout=60)
+    assert job.returncode == 0, job.output
+    differ = [int(number) for number in job.stdout.strip().strip("[]").split(",")]
+    assert len(differ) == 8 and any(differ) == (room == ["control"]), differ
+
+
+def test_who_sums_in_shared_memory_is_not_taken_for_another():
+    program = ("import numpy as np\nfrom mpipar.comm.mesh import Mesh\nworld = Mesh().world\nx = world.zeros(1 << 17, 'f4')\n"
+               "world.all_reduce(np.ones(1 << 17, 'f4') if world.rank == 0 else x)\n")
+    job = run_job(2, ["-c", program], timeout=30)
+    assert job.returncode == 1 and "an operation in shared memory" in job.stderr and "all_reduce (sum) of 131072 float32" in job.stderr
 
 
 def test_a_rank_alone_sees_that_nobody_else_came():
