@@ -165,7 +165,8 @@ class Group:
         The parts have one shape, or lengths `sizes` (one a rank, the same list everywhere) along the axis.
         Into `out` where it is given, else a new array. x may be this rank's part of `out`.
         """
-        if self._is_staged("all_gather", x, out, self.size) and _is_first(axis, x) and self._is_even(sizes, x.shape[0]):
+        if (self._is_staged("all_gather", x, out, self.size) and x.ndim and axis in (0, -x.ndim)
+                and (sizes is None or self._is_even(sizes, x.shape[0]))):
             result = self._run_staged("all_gather", GATHER, x, out, shape=(x.shape[0] * self.size, *x.shape[1:]))
             if result is not None:
                 return result
@@ -181,8 +182,8 @@ class Group:
         x is left as it is. The parts are equal (ValueError if the length does not divide), or as `sizes` says.
         `out` may be this rank's part of x: the other parts of x are then undefined afterwards.
         """
-        if (op in REDUCTIONS and self._is_staged("reduce_scatter", x, out) and _is_first(axis, x)
-                and x.shape[0] % self.size == 0 and self._is_even(sizes, x.shape[0] // self.size)):
+        if (op in REDUCTIONS and self._is_staged("reduce_scatter", x, out) and x.ndim and axis in (0, -x.ndim)
+                and x.shape[0] % self.size == 0 and (sizes is None or self._is_even(sizes, x.shape[0] // self.size))):
             result = self._run_staged("reduce_scatter", SUM_PARTS + REDUCTIONS[op], x, out, shape=(x.shape[0] // self.size, *x.shape[1:]))
             if result is not None:
                 return result
@@ -208,7 +209,7 @@ class Group:
     def all_to_all(self, x, axis=0, name=""):
         """x is cut into equal parts along `axis`; part i goes to rank i. Returns the received parts, joined
         along `axis` in the order of the ranks they come from, as a new array of x's shape."""
-        if self._is_staged("all_to_all", x, None) and _is_first(axis, x) and x.shape[0] % self.size == 0:
+        if self._is_staged("all_to_all", x, None) and x.ndim and axis in (0, -x.ndim) and x.shape[0] % self.size == 0:
             result = self._run_staged("all_to_all", TRANSPOSE, x, None, shape=x.shape)
             if result is not None:
                 return result
@@ -336,8 +337,8 @@ class Group:
         return result
 
     def _is_even(self, sizes, length):
-        """Whether all parts have this length."""
-        return sizes is None or len(sizes) == self.size and all(size == length for size in sizes)
+        """Whether `sizes` gives all parts this length."""
+        return len(sizes) == self.size and all(size == length for size in sizes)
 
     def _overlap(self, x, out):
         """Whether x and out share memory, other than the smaller one being this rank's part of the larger one."""
@@ -387,11 +388,6 @@ class Group:
         requests = [getattr(comm, "I" + name.lower())(*arguments) for name, arguments in plan.calls]
         entry = recorder.add(plan, self, start) if recorder is not None and self.size > 1 else None
         return self.pending_class(self, plan, requests, entry)
-
-
-def _is_first(axis, x):
-    """Whether it is the first axis, by either of its numbers."""
-    return x.ndim > 0 and axis in (0, -x.ndim)
 
 
 def _divides(part, whole, ranks):
