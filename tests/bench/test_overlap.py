@@ -76,7 +76,7 @@ def test_most_of_the_messages_is_hidden_on_a_wire_of_1_gbit(wire, tmp_path):
     """
     file = tmp_path / "overlap.json"
     for _ in range(3):
-        done = wire.mpirun(["-m", "mpipar.bench", "overlap", *GPT, "--threads", "1", "--rounds", "7", "--json", file], timeout=500)
+        done = wire.mpirun(["-m", "mpipar.bench", "overlap", *GPT, "--threads", "1", "--rounds", "4", "--json", file], timeout=500)
         assert done.returncode == 0, done.stdout
         report = json.loads(file.read_text())
         seconds = report["seconds"]

@@ -235,8 +235,8 @@ print(differ if mesh.is_root else "", flush=True)
 """
 
 
-@pytest.mark.parametrize("ranks", [4, 6])
-@pytest.mark.parametrize("room", [[""], ["no room", "0"], ["no room", str(9 * kernel.ROW)], ["control"]])
+@pytest.mark.parametrize("ranks, room", [
+    (4, [""]), (6, [""]), (4, ["no room", "0"]), (4, ["no room", str(9 * kernel.ROW)]), (4, ["control"])])
 def test_pieces_are_summed_as_the_whole(ranks, room):
     """The same bits, by whichever way; the second group may belong to a thread that sleeps while it waits. Control: a group
     that does not know."""
