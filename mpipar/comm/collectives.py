@@ -135,7 +135,8 @@ def reduce_scatter(group, x, axis, op, sizes, out):
     message = buffers.wire(buffers.pack_parts(x, axis, sizes))
     received = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
     lengths = buffers.counts(x.shape, axis, sizes)
-    even = min(sizes) == max(sizes)
+    # In place, below, it is Reduce_scatter for all ranks, also for one whose x has to be packed.
+    even = min(sizes) == max(sizes) and not np.may_share_memory(x, out)
     operation = group.mpi.OPERATIONS[op]
     small = group.limit is None or x.size <= group.limit
     places = buffers.offsets(lengths)

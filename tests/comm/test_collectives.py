@@ -322,6 +322,18 @@ def test_in_place(world, length):
     np.testing.assert_array_equal(out, 2 * total)
 
 
+@pytest.mark.mpi(np=[2, 3], timeout=30)
+@pytest.mark.parametrize("part", [4, 100_000])
+def test_in_place_of_a_strided_array_on_one_rank(world, part):
+    """The others' arrays are contiguous: all the same they make the same call, without which the larger one hung."""
+    P, me = world.size, world.rank
+    x = np.zeros((part * P, 2))[:, 0] if me == 0 else np.zeros(part * P)
+    x[:] = np.arange(part * P) + me
+    mine = x[part * me:part * me + part]
+    assert world.reduce_scatter(x, out=mine) is mine
+    np.testing.assert_array_equal(mine, P * np.arange(part * me, part * me + part) + P * (P - 1) / 2)
+
+
 @pytest.mark.mpi(np=[2, 3])
 def test_plain_arrays_need_no_plan(comm, monkeypatch):
     """The same results, whether a call is planned or handed to MPI as it is; and which calls are."""
