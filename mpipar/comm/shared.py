@@ -42,11 +42,14 @@ def free_bytes():
 
 
 def has_room(comm, mpi, bytes):
-    """(whether every rank's node has room for so much shared memory, what this one has left or None). A collective call."""
+    """(whether every rank's node has room for so much shared memory, whether this one has, its bytes left or None).
+
+    A collective call."""
     room = free_bytes()
-    fits = np.array([room is None or room > bytes + 2**20], np.uint8)
+    here = room is None or room > bytes + 2**20
+    fits = np.array([here], np.uint8)
     comm.Allreduce(mpi.IN_PLACE, fits, mpi.MIN)
-    return bool(fits[0]), room
+    return bool(fits[0]), here, room
 
 
 def make_window(comm, mpi, length, offset):
@@ -128,10 +131,9 @@ class SharedMemory:
         if size == 0 or dtype not in DTYPES:
             return None
         stride = -(-size * dtype.itemsize // ALIGN) * ALIGN
-        fits, room = has_room(self.group.comm, mpi, rows * stride)
+        fits, here, room = has_room(self.group.comm, mpi, rows * stride)
         if not fits:
-            short = room is not None and room <= rows * stride + 2**20
-            if short and self.speaks and not self.full:
+            if not here and self.speaks and not self.full:
                 needed = f"{_FOLDER} has {room >> 20} MiB left, and {rows * stride >> 20} are needed"
                 print(f"mpipar: warning: {needed}: ranks of this node use messages instead of shared memory "
                       "(a container may get more by --shm-size)", file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ class Staging:
     @classmethod
     def of(cls, group):
         """The group's slots; None, on all its ranks, where there is no room for them."""
-        fits, _ = has_room(group.comm, group.mpi.MPI, group.size * kernel.ROW)
+        fits, *_ = has_room(group.comm, group.mpi.MPI, group.size * kernel.ROW)
         return cls(group) if fits else None
 
     def __init__(self, group):
