@@ -2,12 +2,13 @@
 
 Follows Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008): both operands are
 packed block by block into panels, and a register kernel multiplies panels. `gemm_plain.py` has the steps that
-lead here. Large products of float32 use AMX where the CPU has it (`gemm_pieces.py`), others vectors.
+lead here. Large products of float32 use AMX where the CPU has it (`gemm_pieces.py`), others vectors; few rows times a
+transposed matrix are not packed at all (`gemm_along.py`).
 """
 
 import numpy as np
 
-from . import gemm_pieces
+from . import gemm_along, gemm_pieces
 from .dtypes import is_bfloat16
 from .elementwise import column_sum
 from .gelu import gelu_forward
@@ -20,14 +21,18 @@ from .settings import settings
 from .threads import parallel_for
 from .vector import TILE_ROWS
 
-THIN_ROWS = 5 * TILE_ROWS  # up to here packing b costs more than it saves
+WIDE_ZEN = host().is_zen and host().prefetches
+# Up to here packing b costs more than it saves. Zen's wide vectors find b in the second cache as fast as in the first.
+THIN_ROWS = (16 if WIDE_ZEN else 5) * TILE_ROWS
 # Narrow vectors read b in more tiles, which costs where few of its lines stay in the nearest cache: from the second one,
 # and where its rows are whole pages apart, which share sets of the cache. They do better to pack sooner there.
 SOON_ROWS = THIN_ROWS if host().prefetches else 2 * TILE_ROWS
+SUMS_ROWS = 5 * TILE_ROWS  # up to here, too, where column sums then need a pass of their own
+FAR_ROWS = 16 if WIDE_ZEN else THIN_ROWS  # up to here a product waits for a b that is in no near cache
 PAGE = 4096
 # Rows of b that are followed side by side where b is read in place: from memory no more than the hardware follows by
-# itself, from a near cache more, because each block of k reads and writes out once.
-FEW_ROWS, MORE_ROWS = 32 if host().prefetches else 128, 256
+# itself, from a near cache more, because each block of k reads and writes out once. Zen follows what it is asked for.
+FEW_ROWS, MORE_ROWS = (24, 512) if WIDE_ZEN else (32, 256) if host().prefetches else (128, 256)
 
 
 def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None, column_sums=None):
@@ -71,14 +76,16 @@ def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None, co
     thin, side_by_side = 0, b.strides[1] == dtype.itemsize
     if uses_pieces(dtype, m, k, n):
         plan = gemm_pieces
-    elif side_by_side and m <= THIN_ROWS:  # b is read in place, in blocks so deep along k
+    elif bias is plan.no_bias and finish is plan.no_finish and gemm_along.suits(a, b):
+        plan = gemm_along
+    elif side_by_side and m <= (THIN_ROWS if column_sums is None else SUMS_ROWS):  # b is read in place, in blocks so deep along k
         is_far = k * n > plan.far
         if m <= SOON_ROWS or is_far and b.strides[0] % PAGE:
-            thin = FEW_ROWS if is_far else MORE_ROWS
+            thin = FEW_ROWS if is_far and m <= FAR_ROWS else MORE_ROWS
     packed = plan.panels(b) if kept.spans and not thin else 0
     if column_sums is not None:
         check_column_sums(column_sums, n, dtype)
-        if thin or packed or plan is gemm_pieces and not side_by_side:  # nothing of b is packed here, or across
+        if thin or packed or plan is gemm_along or plan is gemm_pieces and not side_by_side:  # b isn't packed here, or across
             column_sum(np.ascontiguousarray(b), column_sums)
             column_sums = None
     if settings.threads == 1 or m * k * n < SMALL:
@@ -104,6 +111,7 @@ def warm(dtype):
         return
     a, plan = np.zeros((1, 1), dtype), plan_of(dtype)
     plan.run(a, a, np.zeros((1, 1), dtype), a[0], False, plan.no_finish, 0)
+    gemm_along.run(a, a, np.zeros((1, 1), dtype), plan.no_bias, False, plan.no_finish)
     if dtype.char == "f" and gemm_pieces.has_amx():
         gemm_pieces.run(a, a, np.zeros((1, 1), dtype), a[0], False, plan.no_finish)
 

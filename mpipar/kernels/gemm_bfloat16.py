@@ -66,10 +66,9 @@ def unit():
     """How bfloat16 is multiplied: a unit of this CPU, or "convert". ValueError for a unit that it doesn't have."""
     name = settings.bfloat16
     if name == "auto":
-        # AVX512's dot products reach twice the speed of float32 on AMD's CPUs (by their tables), but half of it on
-        # Intel's (measured).
+        # AVX512's dot products reach twice the speed of float32 on AMD's CPUs, but half of it on Intel's (measured).
         allowed = (u for u in units() if u != "amx" or settings.gemm != "vector")
-        return next((u for u in allowed if u == "amx" or host().cpu.startswith("znver")), "convert")
+        return next((u for u in allowed if u == "amx" or host().is_zen), "convert")
     if name != "convert" and name not in units():
         valid = ", ".join(("auto", *units(), "convert"))
         raise ValueError(f"settings.bfloat16 is {name!r}; valid on this CPU: {valid}")

@@ -77,8 +77,10 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                                start, adding, next_b + q * LINE, b_k)
                     a_panel += rows * k * size + GAP
                     c += rows * c_row
-        if finish != 0:
-            finish_part(finish, flat, none, row, other, none, other_row, m, n)
+                in_group = j % group
+                if finish != 0 and p0 + depth == k and (in_group + panel == group or j + panel >= n):
+                    first = j - in_group
+                    finish_part(finish, flat, first, row, other, first, other_row, m, in_group + columns)
         return
     for j0 in range(0, n, nc):
         columns_here = min(nc, n - j0)

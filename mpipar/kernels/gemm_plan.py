@@ -71,7 +71,7 @@ class Plan:
         """Block sizes and this thread's memory for one shape; both are kept."""
         (m, k), n, thin, is_packed = key
         kc = self.depth(k, thin)
-        mc = max(TILE_ROWS, self.elements_a // kc)
+        mc = m if thin else max(TILE_ROWS, self.elements_a // kc)
         mc = -(-m // -(-m // mc))
         nc = n if is_packed else max(self.group, self.elements_b // kc // self.group * self.group)
         held = 0 if is_packed else self.group if mc >= m else min(nc, n + self.group)

@@ -57,6 +57,11 @@ class Host:
         """
         return self.vector_bytes >= 64
 
+    @property
+    def is_zen(self) -> bool:
+        """Whether it is one of AMD's processors since Zen."""
+        return self.cpu.startswith("znver")
+
     def describe(self) -> str:
         """One line for the head of a benchmark."""
         return (f"{_model_name()} ({self.cpu}), {8 * self.vector_bytes}-bit vectors, "

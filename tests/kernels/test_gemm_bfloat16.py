@@ -4,7 +4,7 @@ import itertools
 import mmap
 import sys
 import tracemalloc
-import types
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +14,7 @@ from mpipar.kernels import gemm_bfloat16, gemm_pairs
 from mpipar.kernels.gelu import gelu_forward
 from mpipar.kernels.gemm import THIN_ROWS, gemm, warm
 from mpipar.kernels.gemm_bfloat16 import unit
+from mpipar.kernels.host import host
 from mpipar.kernels.pairs import units
 from mpipar.kernels.settings import settings
 from tests.helpers.kernels import assert_close, float32_by, normal, same_bits, threads
@@ -198,7 +199,7 @@ def test_the_unit_of_choice(monkeypatch, way):
     for cpu, found, expected in (("emeraldrapids", ("amx", "avx512"), "amx"), ("cooperlake", ("avx512",), "convert"),
                                  ("znver4", ("avx512",), "avx512"), ("znver3", (), "convert")):
         monkeypatch.setattr(gemm_bfloat16, "units", lambda: found)
-        monkeypatch.setattr(gemm_bfloat16, "host", lambda: types.SimpleNamespace(cpu=cpu))
+        monkeypatch.setattr(gemm_bfloat16, "host", lambda: replace(host(), cpu=cpu))
         settings.bfloat16 = "auto"
         assert gemm_bfloat16.unit() == expected
 
