@@ -67,7 +67,7 @@ def _copy(zero, source, k_step, lines, beyond, k, width, target):
         for p in range(k):
             copy_vector(zero, source + p * k_step, target + p * width * packed)
         return
-    if vector < lines and 2 * vector <= lines + beyond:
+    if vector < lines <= 2 * vector <= lines + beyond:
         for p in range(k):
             here, to = source + p * k_step, target + p * width * packed
             copy_vector(zero, here, to)
