@@ -21,18 +21,17 @@ from .settings import settings
 from .threads import parallel_for
 from .vector import TILE_ROWS
 
-WIDE_ZEN = host().is_zen and host().prefetches
-# Up to here packing b costs more than it saves. Zen's wide vectors find b in the second cache as fast as in the first.
-THIN_ROWS = (16 if WIDE_ZEN else 5) * TILE_ROWS
+# Up to here packing b costs more than it saves.
+THIN_ROWS = (16 if host().streams_from_l2 else 5) * TILE_ROWS
 # Narrow vectors read b in more tiles, which costs where few of its lines stay in the nearest cache: from the second one,
 # and where its rows are whole pages apart, which share sets of the cache. They do better to pack sooner there.
 SOON_ROWS = THIN_ROWS if host().prefetches else 2 * TILE_ROWS
 SUMS_ROWS = 5 * TILE_ROWS  # up to here, too, where column sums then need a pass of their own
-FAR_ROWS = 16 if WIDE_ZEN else THIN_ROWS  # up to here a product waits for a b that is in no near cache
+FAR_ROWS = 16 if host().streams_from_l2 else THIN_ROWS  # up to here a product waits for a b that is in no near cache
 PAGE = 4096
 # Rows of b that are followed side by side where b is read in place: from memory no more than the hardware follows by
-# itself, from a near cache more, because each block of k reads and writes out once. Zen follows what it is asked for.
-FEW_ROWS, MORE_ROWS = (24, 512) if WIDE_ZEN else (32, 256) if host().prefetches else (128, 256)
+# itself, from a near cache more, because each block of k reads and writes out once.
+FEW_ROWS, MORE_ROWS = (24, 512) if host().streams_from_l2 else (32, 256) if host().prefetches else (128, 256)
 
 
 def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None, column_sums=None):

@@ -62,6 +62,11 @@ class Host:
         """Whether it is one of AMD's processors since Zen."""
         return self.cpu.startswith("znver")
 
+    @property
+    def streams_from_l2(self) -> bool:
+        """Whether the register kernel runs as fast on what lies in the second cache, however deep the panel (Zen 4)."""
+        return self.is_zen and self.vector_bytes >= 64
+
     def describe(self) -> str:
         """One line for the head of a benchmark."""
         return (f"{_model_name()} ({self.cpu}), {8 * self.vector_bytes}-bit vectors, "
