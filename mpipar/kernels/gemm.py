@@ -26,12 +26,13 @@ THIN_ROWS = (16 if host().streams_from_l2 else 5) * TILE_ROWS
 # Narrow vectors read b in more tiles, which costs where few of its lines stay in the nearest cache: from the second one,
 # and where its rows are whole pages apart, which share sets of the cache. They do better to pack sooner there.
 SOON_ROWS = THIN_ROWS if host().prefetches else 2 * TILE_ROWS
-SUMS_ROWS = 5 * TILE_ROWS  # up to here, too, where column sums then need a pass of their own
+# Up to here, too, where column sums then need a pass of their own. Beyond it the two ways have to give the same bits.
+SUMS_ROWS = 5 * TILE_ROWS
 FAR_ROWS = 16 if host().streams_from_l2 else THIN_ROWS  # up to here a product waits for a b that is in no near cache
 PAGE = 4096
 # Rows of b that are followed side by side where b is read in place: from memory no more than the hardware follows by
-# itself, from a near cache more, because each block of k reads and writes out once.
-FEW_ROWS, MORE_ROWS = (24, 512) if host().streams_from_l2 else (32, 256) if host().prefetches else (128, 256)
+# itself, from a near cache more (up to `deepest` of the plan), because each block of k reads and writes out once.
+FEW_ROWS, MORE_ROWS = (24, 1024) if host().streams_from_l2 else (32, 256) if host().prefetches else (128, 256)
 
 
 def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None, column_sums=None):
@@ -80,7 +81,7 @@ def gemm(a, b, out, *, accumulate=False, bias=None, residual=None, gelu=None, co
     elif side_by_side and m <= (THIN_ROWS if column_sums is None else SUMS_ROWS):  # b is read in place, in blocks so deep along k
         is_far = k * n > plan.far
         if m <= SOON_ROWS or is_far and b.strides[0] % PAGE:
-            thin = FEW_ROWS if is_far and m <= FAR_ROWS else MORE_ROWS
+            thin = FEW_ROWS if is_far and m <= FAR_ROWS else min(MORE_ROWS, plan.deepest)
     packed = plan.panels(b) if kept.spans and not thin else 0
     if column_sums is not None:
         check_column_sums(column_sums, n, dtype)

@@ -35,8 +35,7 @@ class Plan:
         self.panel = host().register_tile(dtype)[1]
         # Long sums, so that C is seldom read and written; panels then stream from the second cache.
         self.group = GROUP * self.panel
-        part = 8 if host().streams_from_l2 else 16
-        self.deepest = max(128, min(1024, host().l2 // (part * self.panel * self.size)))
+        self.deepest = max(128, min(1024, host().l2 // (16 * self.panel * self.size)))
         self.elements_a = min(host().l2 // 2, max(host().l2 // 4, 256 << 10)) // self.size
         self.elements_b = max(host().l2, min(8 << 20, host().l3 // 2)) // self.size
         self.far = 2 * host().l2 // self.size  # elements of b beyond which it is in no near cache
