@@ -23,7 +23,8 @@ def test_each_kernel_is_compiled_by_one_rank(tmp_path, times):
 
 def test_ranks_that_do_not_wait_compile_twice(tmp_path):
     """Negative control: without the locks and the division, the sum is larger."""
-    job = run_job(2, ["-c", "from mpipar.kernels import cache, gelu; cache.fcntl = None; gelu.warm('float32'); "
+    job = run_job(2, ["-c", "from mpi4py import MPI; from mpipar.kernels import cache, gelu; cache.fcntl = None; "
+                      "MPI.COMM_WORLD.barrier(); gelu.warm('float32'); "
                       "print(cache.compiled_count())"], env={"MPIPAR_CACHE_DIR": str(tmp_path)}, timeout=120)
     counts = [int(word) for word in job.stdout.split()]
     assert job.returncode == 0 and sum(counts) > max(counts), job.output
