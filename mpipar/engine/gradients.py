@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 import numpy as np
 
@@ -32,8 +33,9 @@ class Gradients:
             self.reducer = OverlappingReducer(model, dtype=dtype, **overlap)
         else:
             self.reducer = GradientReducer(model.buffers, model.mesh.dp, dtype)
-        whole_elsewhere = model.zero is None and model.mesh.dp.rank > 0
-        self.counted = [] if whole_elsewhere else [p for p in model.parameters if model.counts_here(p)]
+        self.counted = [p for p in model.parameters if model.counts_here(p)]
+        if model.zero is None:  # the replicas hold the same: each measures a part of it, where the order of sums is free
+            self.counted = _shares(self.counted, 1 if deterministic else model.mesh.dp.size)[model.mesh.dp.rank]
 
     def clear(self) -> None:
         """All gradients zero, before the first micro-batch."""
@@ -57,3 +59,13 @@ class Gradients:
     def squares(self) -> float:
         """This rank's share of the squared global norm: the sum over all ranks counts each element exactly once."""
         return math.fsum(sum_squares(self.own(p)) for p in self.counted)
+
+
+def _shares(parameters: list[Parameter], replicas: int) -> defaultdict:
+    """The parameters, divided by size over so many replicas; none for others. The same on every rank."""
+    shares, sizes = defaultdict(list), [0] * replicas
+    for parameter in sorted(parameters, key=lambda p: -p.grad.size):
+        least = sizes.index(min(sizes))
+        shares[least].append(parameter)
+        sizes[least] += parameter.grad.size
+    return shares
