@@ -111,7 +111,7 @@ def warm(dtype):
         return
     a, plan = np.zeros((1, 1), dtype), plan_of(dtype)
     plan.run(a, a, np.zeros((1, 1), dtype), a[0], False, plan.no_finish, 0)
-    gemm_along.run(a, a, np.zeros((1, 1), dtype), plan.no_bias, False, plan.no_finish)
+    gemm_along.warm(dtype)
     if dtype.char == "f" and gemm_pieces.has_amx():
         gemm_pieces.run(a, a, np.zeros((1, 1), dtype), a[0], False, plan.no_finish)
 

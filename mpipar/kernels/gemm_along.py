@@ -1,10 +1,13 @@
-"""The product of few rows where both operands lie along k: nothing is packed, vectors run along k.
+"""The product of few rows where both operands lie along k: B is read in place, vectors run along k.
 
 This is the form of backward's a @ w.T and of logits with tied weights. Packing w would read and write all of it for a
-few rows. Here a tile of A's rows times GROUP columns of B is kept in registers, a vector of partial sums for each
-element; one pass over k reads whole lines of both, and a few shuffles at its end make one number of each vector. The
-scheme is that of a dot product, several at a time so that each line that is read serves several of them.
+few rows; here only A's rows are laid side by side. A tile of them times GROUP columns of B is kept in registers, a
+vector of partial sums for each element; one pass over k reads whole lines of both, and a few shuffles at its end make
+one number of each vector. The scheme is that of a dot product, several at a time so that each line that is read serves
+several of them.
 """
+
+import functools
 
 from llvmlite import ir
 from numba import types
@@ -18,12 +21,10 @@ from .memory import ThreadMemory
 from .vector import LINE, address, copy_lanes, copy_vector, lanes, size_of, stand_alone
 
 GROUP = 4  # columns of a tile: four sums leave as one short vector
-# Rows of a tile: what the registers hold beside one vector of B and one of each row.
-ROWS = (host().registers - 1) // (GROUP + 1)
-# Rows of a product up to which it is made here (measured): with few registers a tile reads nearly as much as it
-# multiplies, and gains only where packing would be most of the work; else until packing is small beside the arithmetic.
-MOST_ROWS = 128 if ROWS > 3 else 2 * ROWS
+ROWS = (host().registers - 1) // (GROUP + 1)  # of a tile: its sums, the rows or the columns, and one vector of the others
+MOST_ROWS = 128  # of a product: beyond, packing is small beside the arithmetic (measured)
 LEAST_DEPTH = 256  # along k: below, the shuffles are not small beside it
+FAR = host().l2 // 2  # bytes of A, which is read again for each GROUP of columns
 _LANES = {"f": host().lanes("f"), "d": host().lanes("d")}
 
 
@@ -31,7 +32,7 @@ def suits(a, b):
     """Whether the product a @ b, without a bias or a last pass, is made here; a, b: 2-D, of one dtype."""
     (m, k), size = a.shape, a.itemsize
     return (m <= MOST_ROWS and k >= LEAST_DEPTH and a.strides[1] == size and b.strides[0] == size
-            and m * k * size <= host().l2 // 2 and _LANES[a.dtype.char] >= GROUP)
+            and m * k * size <= FAR and _LANES[a.dtype.char] >= GROUP)
 
 
 def run(a, b, out, bias, accumulate, finish, thin=0, packed=0, column_sums=None):
@@ -39,8 +40,8 @@ def run(a, b, out, bias, accumulate, finish, thin=0, packed=0, column_sums=None)
     assert bias.size == 0 and finish[0] == NOTHING and column_sums is None
     _COMPILE[out.dtype.char]()
     (m, k), step = a.shape, host().vector_bytes
-    panels = _memory.address("a", m * -(-k * a.itemsize // step) * step)
-    along_product(out.dtype.type(0), a, b, out, accumulate, panels)
+    work = _memory.address("a", m * -(-k * a.itemsize // step) * step)
+    along_product(out.dtype.type(0), a, b, out, accumulate, work)
 
 
 def panels(b):
@@ -48,10 +49,16 @@ def panels(b):
     return 0
 
 
+def warm(dtype):
+    """Compiles (or loads) the code for a dtype, where `suits` can be true."""
+    if _LANES[dtype.char] >= GROUP:
+        _COMPILE[dtype.char]()
+
+
 @jit
-def along_product(zero, a, b, out, accumulate, panels):
+def along_product(zero, a, b, out, accumulate, work):
     """out (+)= a @ b. a: unit stride along its rows, b: along its columns, out: along its rows; all of zero's type.
-    panels: address of memory for a with its rows made whole vectors. The order of each sum depends on k only."""
+    work: address of memory for a with its rows made whole vectors. The order of each sum depends on k only."""
     m, k = a.shape
     n, size = b.shape[1], size_of(zero)
     steps = -(-k // lanes(zero))
@@ -60,7 +67,7 @@ def along_product(zero, a, b, out, accumulate, panels):
         rows = min(ROWS, m - i)
         for r in range(rows):
             source = address(a) + (i + r) * a.strides[0]
-            target = panels + (i * steps + r) * step
+            target = work + (i * steps + r) * step
             for _ in range(k // lanes(zero)):
                 copy_vector(zero, source, target)
                 source += step
@@ -76,7 +83,7 @@ def along_product(zero, a, b, out, accumulate, panels):
             ahead = at_b  # a column that comes next, asked for by each tile of the present ones
             if number < GROUP and number < left:
                 ahead = at_b + (GROUP + number) * b.strides[1]
-            along_tile(zero, panels + i * steps * step, at_b, b.strides[1], k,
+            along_tile(zero, work + i * steps * step, at_b, b.strides[1], k,
                        address(out) + i * out.strides[0] + j * size, out.strides[0], rows, columns, accumulate, ahead)
             number += 1
 
@@ -131,7 +138,7 @@ class Along(Code):
         sums = [[self.phi(nothing, before) for _ in range(GROUP)] for _ in range(rows)]
         for line in range(0, step, LINE):
             self.prefetch(builder.add(builder.add(ahead, at), self.integer(line)), nearness=2)
-        new = self.products(sums, at_a, [self.load(builder.add(line, at)) for line in lines_b])
+        new = self.products(sums, at_a, [functools.partial(self.load, builder.add(line, at)) for line in lines_b])
         following = builder.add(at, self.integer(step))
         at.add_incoming(following, loop)
         next_a = builder.add(at_a, self.integer(rows * step))
@@ -150,7 +157,8 @@ class Along(Code):
         builder.cbranch(builder.icmp_signed(">", left, self.integer(0)), tail, end)
         builder.position_at_end(tail)
         mask = self.mask(left)
-        final = self.products(sums, rest_a, [self.masked_load(builder.add(line, whole), mask) for line in lines_b])
+        ends = [functools.partial(self.masked_load, builder.add(line, whole), mask) for line in lines_b]
+        final = self.products(sums, rest_a, ends)
         builder.branch(end)
         builder.position_at_end(end)
         for i in range(rows):
@@ -163,11 +171,24 @@ class Along(Code):
         self.write([self.four_sums(vectors) for vectors in sums], c, c_row, columns, accumulate)
 
     def products(self, sums, at_a, columns):
-        """The sums after one more vector of each line: of A's panel at `at_a`, and the given ones of B."""
-        new = []
-        for i, row in enumerate(sums):
-            vector = self.load(self.builder.add(at_a, self.integer(i * self.width * self.size)))
-            new.append([self.fma(vector, column, old) for column, old in zip(columns, row)])
+        """The sums after one more vector of each line: of A's panel at `at_a`, and the given ones of B.
+
+        columns: functions that load. Which operand has more vectors is loaded one at a time: registers are few.
+        """
+        rows = [functools.partial(self.load, self.builder.add(at_a, self.integer(i * self.width * self.size))) for i in range(len(sums))]
+        new = [list(row) for row in sums]
+        if len(rows) < GROUP:
+            rows = [read() for read in rows]
+            for j, read in enumerate(columns):
+                column = read()
+                for i, vector in enumerate(rows):
+                    new[i][j] = self.fma(vector, column, sums[i][j])
+            return new
+        columns = [read() for read in columns]
+        for i, read in enumerate(rows):
+            vector = read()
+            for j, column in enumerate(columns):
+                new[i][j] = self.fma(vector, column, sums[i][j])
         return new
 
     def either(self, nothing, before, new, loop):
