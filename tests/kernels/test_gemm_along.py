@@ -18,7 +18,8 @@ TOLERANCE = {"float32": 2e-6, "float64": 1e-14}
 
 
 @pytest.fixture(autouse=True)
-def _vectors():
+def _vectors(monkeypatch):
+    monkeypatch.setattr(gemm_along, "FAR", 1 << 20)  # whatever the second cache of this machine
     with float32_by("vector"), threads(1):
         yield
 
@@ -116,8 +117,8 @@ def test_nothing_is_read_beyond_the_operands():
     assert is_right(a, b, out)
 
 
-def test_where_it_is_chosen(calls):
-    """Few rows, both operands along k, nothing else to do."""
+def test_where_it_is_chosen(calls, monkeypatch):
+    """Few rows that stay in a near cache, both operands along k, nothing else to do."""
     a, b = operands(4, LEAST_DEPTH, 8, np.float32)
     out = np.empty((4, 8), np.float32)
     gemm(a, b, out, bias=np.zeros(8, np.float32))
@@ -126,6 +127,9 @@ def test_where_it_is_chosen(calls):
     gemm(np.asfortranarray(a), b, out)
     gemm(*operands(4, LEAST_DEPTH - 1, 8, np.float32), out)
     gemm(*operands(MOST_ROWS + 1, LEAST_DEPTH, 8, np.float32), np.empty((MOST_ROWS + 1, 8), np.float32))
+    with monkeypatch.context() as small:
+        small.setattr(gemm_along, "FAR", a.nbytes - 1)
+        gemm(a, b, out)
     assert not calls
     sums = np.zeros(8, np.float32)
     gemm(a, b, out, column_sums=sums)
