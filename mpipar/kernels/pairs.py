@@ -51,7 +51,7 @@ def _allowed():
     return ctypes.CDLL(None, use_errno=True).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
-def _knows_amx():
+def knows_amx():
     """Whether code for this CPU can contain AMX's instructions: elsewhere LLVM ends the process at the first one."""
     return "amx-bf16" in host().features
 
@@ -66,7 +66,7 @@ def begin(context, unit, shapes):
     """To be called by each thread before `square`; shapes: address of `tile_shapes()`."""
     def generate(ctx, builder, signature, arguments):
         code = Pairs(builder)
-        if _knows_amx():
+        if knows_amx():
             with builder.if_then(builder.icmp_signed("==", arguments[0], code.integer(AMX))):
                 code.call("llvm.x86.ldtilecfg", [code.pointer(arguments[1], ir.IntType(8))])
         return ctx.get_dummy_value()
@@ -78,7 +78,7 @@ def end(context, unit):
     """To be called after the last `square`: registers in use make each switch of threads longer."""
     def generate(ctx, builder, signature, arguments):
         code = Pairs(builder)
-        if _knows_amx():
+        if knows_amx():
             with builder.if_then(builder.icmp_signed("==", arguments[0], code.integer(AMX))):
                 code.call("llvm.x86.tilerelease", [])
         return ctx.get_dummy_value()
@@ -211,7 +211,7 @@ def _square(context, unit, a, b, blocks, c, c_step):
 
 def _amx_square(code, a, b, blocks, c, c_step):
     """Registers 0 to 3 hold c, 4 and 5 the upper and lower half of a block of A, 6 and 7 the two of B."""
-    if not _knows_amx():
+    if not knows_amx():
         return  # never chosen there
     builder = code.builder
     for i in range(4):

@@ -21,8 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .cache import jit
-from .host import host
-from .pairs import BLOCK, SIDE, Pairs
+from .pairs import BLOCK, SIDE, Pairs, knows_amx
 from .vector import stand_alone
 
 TILE_BYTES = 64 * SIDE
@@ -170,8 +169,8 @@ def _square(context, a, b, blocks, start, c, c_step, rows, columns, soon, soon_s
     def generate(ctx, builder, signature, arguments):
         code = Pieces(builder)
         *operands, rows, columns, soon, soon_step, ahead, ahead_step = arguments
-        if "amx-bf16" not in host().features:
-            return ctx.get_dummy_value()  # never chosen there, and the compiler knows no such instruction
+        if not knows_amx():
+            return ctx.get_dummy_value()  # never chosen there
         tall, wide = (builder.icmp_signed(">", x, code.integer(SIDE)) for x in (rows, columns))
         for high, broad in ((2, 2), (2, 1), (1, 2), (1, 1)):
             fits = builder.and_(tall if high == 2 else builder.not_(tall), wide if broad == 2 else builder.not_(wide))
