@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 
 import numpy as np
 
@@ -35,7 +34,7 @@ class Gradients:
             self.reducer = GradientReducer(model.buffers, model.mesh.dp, dtype)
         self.counted = [p for p in model.parameters if model.counts_here(p)]
         if model.zero is None:  # the replicas hold the same: each measures a part of it, where the order of sums is free
-            self.counted = _shares(self.counted, 1 if deterministic else model.mesh.dp.size)[model.mesh.dp.rank]
+            self.counted = _share(self.counted, 1 if deterministic else model.mesh.dp.size, model.mesh.dp.rank)
 
     def clear(self) -> None:
         """All gradients zero, before the first micro-batch."""
@@ -61,11 +60,12 @@ class Gradients:
         return math.fsum(sum_squares(self.own(p)) for p in self.counted)
 
 
-def _shares(parameters: list[Parameter], replicas: int) -> defaultdict:
-    """The parameters, divided by size over so many replicas; none for others. The same on every rank."""
-    shares, sizes = defaultdict(list), [0] * replicas
+def _share(parameters: list[Parameter], replicas: int, replica: int) -> list[Parameter]:
+    """Those of one replica, where so many divide the parameters by size; none for a replica beyond them."""
+    share, sizes = [], [0] * replicas
     for parameter in sorted(parameters, key=lambda p: -p.grad.size):
         least = sizes.index(min(sizes))
-        shares[least].append(parameter)
         sizes[least] += parameter.grad.size
-    return shares
+        if least == replica:
+            share.append(parameter)
+    return share
