@@ -2,8 +2,8 @@
 
 Follows Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008): both operands are
 packed block by block into panels, and a register kernel multiplies panels. `gemm_plain.py` has the steps that
-lead here. Large products of float32 use AMX where the CPU has it (`gemm_pieces.py`), others vectors; few rows times a
-transposed matrix are not packed at all (`gemm_along.py`).
+lead here. Large products of float32 use AMX where the CPU has it (`gemm_pieces.py`), others vectors; for few rows
+times a transposed matrix that one is read in place (`gemm_along.py`).
 """
 
 import numpy as np

@@ -252,16 +252,15 @@ class Along(Code):
         builder = self.builder
         add, set_, end = (builder.append_basic_block(name) for name in ("along_add", "along_set", "along_put"))
         builder.cbranch(adds, add, set_)
-        builder.position_at_end(add)
-        for value, pointer in zip(values, pointers):
-            old = builder.load(pointer)
-            old.align = self.size
-            builder.store(builder.fadd(old, value), pointer).align = self.size
-        builder.branch(end)
-        builder.position_at_end(set_)
-        for value, pointer in zip(values, pointers):
-            builder.store(value, pointer).align = self.size
-        builder.branch(end)
+        for block in (add, set_):
+            builder.position_at_end(block)
+            for value, pointer in zip(values, pointers):
+                if block is add:
+                    old = builder.load(pointer)
+                    old.align = self.size
+                    value = builder.fadd(old, value)
+                builder.store(value, pointer).align = self.size
+            builder.branch(end)
         builder.position_at_end(end)
 
 

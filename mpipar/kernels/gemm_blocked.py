@@ -79,8 +79,7 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                     c += rows * c_row
                 in_group = j % group
                 if finish != 0 and p0 + depth == k and (in_group + panel == group or j + panel >= n):
-                    first = j - in_group
-                    finish_part(finish, flat, first, row, other, first, other_row, m, in_group + columns)
+                    finish_part(finish, flat, j - in_group, row, other, j - in_group, other_row, m, in_group + columns)
         return
     for j0 in range(0, n, nc):
         columns_here = min(nc, n - j0)
@@ -121,8 +120,7 @@ def blocked_product(zero, a, b, out, bias, accumulate, finish, flat, row, other,
                     if has_bias and p0 == 0:
                         start = work_bias + (j0 + j) * size
                     # One panel of B against every panel of A: the panel of B stays near.
-                    a_panel = work_a
-                    c = c_at + i0 * c_row + (j0 + j) * size
+                    a_panel, c = work_a, c_at + i0 * c_row + (j0 + j) * size
                     for q in range(panels):
                         rows = base + 1 if q < longer else base
                         ahead, ahead_step = b_panel, none
