@@ -38,7 +38,7 @@ if "amx" in pairs.units():
     gemm_pieces._compile()
 """
 UNKNOWN = """
-pairs._knows_amx = lambda: True
+pairs.knows_amx = lambda: True
 gemm_pairs._compile()
 """
 
@@ -62,6 +62,7 @@ def test_an_instruction_that_the_processor_lacks(tmp_path):
     done = compile_for("znver4", UNKNOWN, tmp_path)
     assert done.returncode < 0 and "Cannot select: intrinsic %llvm.x86.t" in done.stderr
 
+
 COMPUTE = """
 from mpipar.kernels import plain
 from mpipar.kernels.attention import attention_backward, attention_forward
@@ -71,7 +72,7 @@ from mpipar.kernels.settings import settings
 settings.threads = 1
 assert (host().vector_bytes, host().registers) == {vectors}
 random = np.random.default_rng(0)
-for dtype, tolerance in ((np.float32, 1e-5), (np.float64, 1e-13))[:{count}]:
+for dtype, tolerance in ((np.float32, 1e-6), (np.float64, 2e-15))[:{count}]:
     for m, k, n in ((1, 300, 5), (7, 300, 33), (70, 41, 65), (150, 90, 70)):
         a, b = random.standard_normal((m, k)).astype(dtype), random.standard_normal((k, n)).astype(dtype)
         right = a.astype(float) @ b.astype(float)
@@ -89,10 +90,8 @@ for dtype, tolerance in ((np.float32, 1e-5), (np.float64, 1e-13))[:{count}]:
     plain.attention_forward(q, k, v, expected[0], lse)
     plain.attention_backward(q, k, v, expected[0], lse, dout, *expected[1:])
     for found, expected in zip((out, dq, dk, dv), expected):
-        assert np.abs(found - expected).max() <= 20 * tolerance, dtype
+        assert np.abs(found - expected).max() <= 4 * tolerance, dtype
 """
-
-
 SLOW = ("znver3", (16, 32), 2), ("oldest", (16, 16), 2), ("znver3", (32, 16), 2), ("skylake", (64, 32), 2)
 
 
